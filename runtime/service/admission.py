@@ -23,7 +23,7 @@ from ..engine.engine import Engine
 from ..engine.request_output import RequestOutput
 from ..errors import DeadlineUnreachableError, OverloadedError, RequestError, SendTimeoutError
 from ..request import AbortReason
-from .request_handle import HandleState, LoopMailbox, RequestHandle
+from .request_handle import HandleState, Mailbox, RequestHandle
 from .service_config import ServiceConfig
 
 __all__ = ["AdmissionQueue", "Dispatcher", "QueueLimits"]
@@ -255,8 +255,8 @@ class Dispatcher:
         self._max_unread = config.max_unread_tokens
         self._send_timeout = config.send_timeout
         self._num_rows = 1
-        self._news: set[LoopMailbox] = set()
-        self._mailboxes: set[LoopMailbox] = set()  # of all requests whose loops were open
+        self._news: set[Mailbox] = set()
+        self._mailboxes: set[Mailbox] = set()  # of all requests whose loops were open
 
     @property
     def num_queued(self) -> int:

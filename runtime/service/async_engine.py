@@ -37,11 +37,12 @@ from ..request import RequestGroup
 from ..sampling_params import SamplingDefaults, SamplingParams
 from ..structured.compiler import MAX_COMPILATIONS
 from ..structured_output import StructuredOutput
-from .consumers import AsyncStream, CallbackLoop
+from .consumers import AsyncStream, CallbackThread
 from .health import Health, Phase, ReloadResult, ServiceSnapshot
 from .request_handle import (
     Delta,
     LoopMailbox,
+    Mailbox,
     RequestHandle,
     RequestOptions,
     make_handle,
@@ -96,7 +97,7 @@ class AsyncEngine:
         self._pool = ThreadPoolExecutor(self.config.preparation_threads, "stepgraph-prepare")
         self._grammar_pool = ThreadPoolExecutor(MAX_COMPILATIONS, "stepgraph-grammars")
         """Prepares prompts whose outputs follow a grammar, which can take seconds to compile."""
-        self._callbacks = CallbackLoop()
+        self._callbacks = CallbackThread()
         self._thread.dispatcher.on_ended = self._callbacks.report
         self._engine_config: EngineConfig | None = None
         self._progress = False
@@ -185,7 +186,7 @@ class AsyncEngine:
             OverloadedError: too many requests wait.
             EngineUnavailableError, EngineFailedError, EngineClosedError: the engine is not running.
         """
-        return self._stream(self._mailbox, prompt, params, options, num_read=0)
+        return self._stream(prompt, params, options, num_read=0)
 
     async def generate(
         self,
@@ -197,7 +198,7 @@ class AsyncEngine:
 
         Takes the arguments of `stream`; raises as `stream` and `AsyncStream.accepted`.
         """
-        return await self._stream(self._mailbox, prompt, params, options, streams=False).finish()
+        return await self._stream(prompt, params, options, streams=False).finish()
 
     async def chat(
         self,
@@ -231,8 +232,8 @@ class AsyncEngine:
         if callback is not None:
             check_type("callback", callback, Callable, "a function of a Delta")
         streams = callback is not None
-        stream = self._stream(self._callbacks.mailbox, prompt, params, options, streams=streams)
-        return self._callbacks.consume(stream, callback)
+        handle = self._begin(self._callbacks.start, prompt, params, options, streams=streams)
+        return self._callbacks.consume(handle, self._thread, callback)
 
     def abort(self, request_id: str) -> bool:
         """End a request within one step, with `finish_reason` `abort`. Any thread may call it.
@@ -452,7 +453,6 @@ class AsyncEngine:
 
     def _stream(
         self,
-        mailbox: Callable[[], LoopMailbox],
         prompt: Prompt,
         params: SamplingParams | None,
         options: RequestOptions,
@@ -460,6 +460,22 @@ class AsyncEngine:
         num_read: int | None = None,
         streams: bool = True,
     ) -> AsyncStream:
+        mailbox = self._mailbox()
+        handle = self._begin(
+            lambda: mailbox, prompt, params, options, num_read=num_read, streams=streams
+        )
+        return AsyncStream(handle, self._thread, mailbox)
+
+    def _begin(
+        self,
+        mailbox: Callable[[], Mailbox],
+        prompt: Prompt,
+        params: SamplingParams | None,
+        options: RequestOptions,
+        *,
+        num_read: int | None = None,
+        streams: bool = True,
+    ) -> RequestHandle:
         """Count a request and prepare it: short lists of tokens now, others in a thread.
 
         Those whose grammar has to be compiled have threads of their own, for which no other prompt
@@ -472,15 +488,20 @@ class AsyncEngine:
         thread = self._thread
         try:
             self._register(handle, mailbox)
-            if handle.deadline_ns is not None or handle.first_token_deadline_ns is not None:
+            if handle.due_ns is not None:
                 thread.watch(handle)
             prepare = partial(self._prepare, handle, prompt, params, options.get("cache_salt"))
-            has_grammar = getattr(params, "structured", None) is not None
-            if isinstance(prompt, list) and len(prompt) <= INLINE_TOKENS and not has_grammar:
+            structured = getattr(params, "structured", None)
+            if isinstance(prompt, list) and len(prompt) <= INLINE_TOKENS and structured is None:
                 prepare()
             else:
+                engine, pool = thread.engine, self._pool
+                if isinstance(structured, StructuredOutput) and (
+                    engine is None or not engine.has_compiled(structured)
+                ):
+                    pool = self._grammar_pool
                 try:
-                    (self._grammar_pool if self._compiles(params) else self._pool).submit(prepare)
+                    pool.submit(prepare)
                 except RuntimeError as error:  # closed meanwhile, or no thread can be started
                     refusal = EngineUnavailableError(f"the prompt cannot be prepared: {error}")
                     self._prepared(handle, refusal)
@@ -489,9 +510,9 @@ class AsyncEngine:
                 thread.abort(handle)
                 self._prepared(handle, error)
             raise
-        return AsyncStream(handle, thread)
+        return handle
 
-    def _register(self, handle: RequestHandle, mailbox: Callable[[], LoopMailbox]) -> None:
+    def _register(self, handle: RequestHandle, mailbox: Callable[[], Mailbox]) -> None:
         """Count a request, or pass it to the listeners if it is refused."""
         try:
             self._thread.check_serving()
@@ -503,14 +524,6 @@ class AsyncEngine:
             handle.error = error
             self._callbacks.report(handle)
             raise
-
-    def _compiles(self, params: SamplingParams | None) -> bool:
-        """Whether the grammar of a request has to be compiled."""
-        structured = None if params is None else params.structured
-        if not isinstance(structured, StructuredOutput):
-            return False
-        engine = self._thread.engine
-        return engine is None or not engine.has_compiled(structured)
 
     def _prepare(
         self,
@@ -561,7 +574,7 @@ def _request_ids() -> Iterator[str]:
     return map(f"req-{secrets.token_hex(4)}-{{}}".format, count(1))
 
 
-def _drop(thread: StepThread, callbacks: CallbackLoop) -> None:
+def _drop(thread: StepThread, callbacks: CallbackThread) -> None:
     """Close an engine that is garbage-collected, without waiting."""
     thread.close()
     thread.run(callbacks.end)

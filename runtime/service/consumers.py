@@ -1,24 +1,23 @@
-"""Consumers of requests: streams of any event loop, and an event loop for callbacks."""
+"""Consumers of requests: streams of any event loop, and a thread for callbacks."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from functools import partial
 
 from ..engine.request_output import RequestOutput
 from ..errors import EngineBusyError, EngineClosedError
-from .request_handle import Delta, HandleState, LoopMailbox, RequestHandle
+from .request_handle import Delta, HandleState, Inbox, LoopMailbox, RequestHandle
 from .request_record import Listener, RequestRecord
 from .step_thread import StepThread
 
-__all__ = ["AsyncStream", "CallbackLoop"]
+__all__ = ["AsyncStream", "CallbackThread"]
 
 logger = logging.getLogger("stepgraph.runtime")
 
@@ -34,9 +33,10 @@ class AsyncStream:
     A stream that is not read gives up its row, and ends after `ServiceConfig.send_timeout`.
     """
 
-    def __init__(self, handle: RequestHandle, thread: StepThread) -> None:
+    def __init__(self, handle: RequestHandle, thread: StepThread, mailbox: LoopMailbox) -> None:
         self._handle = handle
         self._thread = thread
+        self._mailbox = mailbox
         self._deltas: deque[Delta] = deque()
         self._waits = False
 
@@ -105,45 +105,34 @@ class AsyncStream:
             SendTimeoutError: the deltas were not read for too long.
             StepgraphError: as `accepted`.
         """
-        deltas = await self._read()
-        if not deltas and self._handle.error is not None:
-            raise self._handle.error
-        output = self._handle.output
-        if not deltas and output is not None and output.error is not None:
-            raise output.error
-        return deltas
-
-    async def call(self, callback: Callable[[Delta], None] | None) -> RequestOutput:
-        """Call a function with each delta, and return the last output. Raises as `accepted`."""
-        try:
-            while callback is not None and (deltas := await self._read()):
-                for delta in deltas:
-                    callback(delta)
-        except BaseException:
-            self.abandon()
-            raise
-        return await self.finish()
-
-    async def _read(self) -> list[Delta]:
-        """Return all deltas that are ready, after waiting for one; none if it has ended."""
+        handle = self._handle
         while True:
-            ended = self._handle.ended  # read first: then the deltas below are the last ones
-            deltas = self._handle.read()
-            if self._handle.paused:
-                self._thread.resume(self._handle)
-            if deltas or ended:
+            ended = handle.ended  # read first: then the deltas below are the last ones
+            deltas = handle.read()
+            if handle.paused:
+                self._thread.resume(handle)
+            if deltas:
                 return deltas
+            if ended:
+                break
             await self._news()
+        error = handle.error
+        if error is None and handle.output is not None:
+            error = handle.output.error
+        if error is not None:
+            raise error
+        return []
 
     async def aclose(self) -> None:
         """Abort the request, unless it has ended."""
-        self.abandon()
+        if not self._handle.ended:
+            self._thread.abort(self._handle)
 
     async def __aenter__(self) -> AsyncStream:
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        self.abandon()
+        await self.aclose()
 
     async def _news(self) -> None:
         if self._waits:
@@ -152,37 +141,36 @@ class AsyncStream:
             )
         self._waits = True
         try:
-            await self._handle.mailbox.news(self._handle)
+            await self._mailbox.news(self._handle)
         except BaseException:
-            self.abandon()
+            await self.aclose()
             raise
         finally:
             self._waits = False
 
-    def abandon(self) -> None:
-        """Abort the request, unless it has ended. Any thread may call it."""
-        if not self._handle.ended:
-            self._thread.abort(self._handle)
+
+_Consumer = tuple[StepThread, Callable[[Delta], None] | None, Future[RequestOutput]]
 
 
-class CallbackLoop:
-    """An event loop in a thread of its own, which calls callbacks and listeners.
+class CallbackThread:
+    """A thread that calls callbacks and listeners, and the mailbox of requests that have them.
 
     Any thread may call any method. The thread starts with the first request: before, the process
     may fork.
     """
 
+    closed = False
+
     def __init__(self) -> None:
         self._listeners: tuple[Listener, ...] = ()
+        self._consumers: dict[RequestHandle, _Consumer] = {}
+        self._inbox = Inbox()
         self._lock = threading.RLock()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._mailbox: LoopMailbox | None = None
         self._thread: threading.Thread | None = None
         self._closing = False
-        self._closed = False
 
-    def mailbox(self) -> LoopMailbox:
-        """Return the mailbox of the loop, whose thread runs from now on.
+    def start(self) -> CallbackThread:
+        """Start the thread, unless it runs.
 
         Raises:
             EngineClosedError: it has ended, or ends.
@@ -191,34 +179,29 @@ class CallbackLoop:
         with self._lock:
             if self._closing:
                 raise EngineClosedError("the engine is closed: make a new one")
-            if self._loop is None or self._mailbox is None:
-                self._loop = asyncio.new_event_loop()
-                self._mailbox = LoopMailbox(self._loop, at_once=True)
             if self._thread is None:
-                thread = threading.Thread(
-                    target=self._run, args=(self._loop,), name="stepgraph-callbacks", daemon=True
-                )
+                thread = threading.Thread(target=self._run, name="stepgraph-callbacks", daemon=True)
                 self._thread = thread  # first: an interrupt of `start` may leave it running
                 try:
                     thread.start()
                 except RuntimeError:
                     self._thread = None
                     raise
-            return self._mailbox
+        return self
 
     def consume(
-        self, stream: AsyncStream, callback: Callable[[Delta], None] | None
+        self, handle: RequestHandle, thread: StepThread, callback: Callable[[Delta], None] | None
     ) -> Future[RequestOutput]:
-        """Call a function with the deltas of a stream; return the future of its last output.
+        """Call a function with the deltas of a request; return the future of its last output."""
+        future: Future[RequestOutput] = Future()
 
-        Raises:
-            EngineClosedError: the loop has ended, or ends.
-        """
-        with self._lock:
-            if self._closing or self._loop is None:
-                raise EngineClosedError("the engine is closed: make a new one")
-            future = asyncio.run_coroutine_threadsafe(stream.call(callback), self._loop)
-        future.add_done_callback(lambda done: stream.abandon() if done.cancelled() else None)
+        def abort_cancelled(future: Future[RequestOutput]) -> None:
+            if future.cancelled() and not future.set_running_or_notify_cancel():
+                thread.abort(handle)
+
+        future.add_done_callback(abort_cancelled)
+        self._consumers[handle] = thread, callback, future
+        self._inbox.put(partial(self._deliver, handle))  # it may have ended
         return future
 
     def add_listener(self, listener: Listener) -> None:
@@ -231,22 +214,29 @@ class CallbackLoop:
         if not self._listeners:
             return
         call = partial(_call_listeners, handle, time.perf_counter_ns(), self._listeners)
-        with self._lock:
-            with suppress(EngineClosedError, RuntimeError):  # no thread can be started now
-                self.mailbox()
-            if not self._closed and self._loop is not None:
-                self._loop.call_soon_threadsafe(call)
-                return
-        call()
+        with suppress(EngineClosedError, RuntimeError):  # no thread can be started now
+            self.start()
+        if self._thread is None:
+            call()
+        else:
+            self._inbox.put(call)
+
+    def post(self, handle: RequestHandle) -> None:
+        """Note that a request has news."""
+        if not handle.posted:
+            handle.posted = True
+            self._inbox.put(partial(self._deliver, handle))
+
+    def flush(self, *, again: bool = False) -> None:
+        """Do nothing: `post` wakes the thread."""
 
     def end(self) -> None:
-        """End the thread once all requests have ended. Records after that are passed at once."""
+        """End the thread after what it has been given. Later callbacks run where they arise."""
         with self._lock:
-            again, self._closing = self._closing, True  # first: the loop reads it once it stops
-            if self._thread is None or self._loop is None:
-                self._closed = True
-            elif not again:
-                self._loop.call_soon_threadsafe(self._loop.stop)
+            self._closing = True
+            if self._thread is None:
+                self._inbox.end()
+        self._inbox.put(lambda: None)  # wakes the thread
 
     def join(self) -> None:
         """Wait for the end of the thread, unless it calls this."""
@@ -256,19 +246,37 @@ class CallbackLoop:
         if thread.ident is not None:  # else an interrupt kept it from starting
             thread.join()
 
-    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
-        while not self._closing or asyncio.all_tasks(loop):
+    def _run(self) -> None:
+        while not self._closing:
+            self._inbox.wait()
             try:
-                if self._closing:
-                    loop.run_until_complete(asyncio.wait(asyncio.all_tasks(loop)))
-                else:
-                    loop.run_forever()
-            except BaseException:  # of a callback, also one that was added to a future
+                self._inbox.run()
+            except BaseException:  # of a callback that was added to a future
                 logger.exception("a callback failed")
-        with self._lock:
-            self._closed = True
-        loop.run_until_complete(asyncio.sleep(0))  # the last records
-        loop.close()
+        self._inbox.end()
+
+    def _deliver(self, handle: RequestHandle) -> None:
+        """Pass the news of a request to its consumer."""
+        handle.posted = False  # first: what follows is posted again
+        consumer = self._consumers.get(handle)
+        if consumer is None:
+            return
+        thread, callback, future = consumer
+        ended, error = handle.ended, handle.error  # first: then the deltas below are the last ones
+        if callback is not None and not future.done():
+            try:
+                for delta in handle.read():
+                    callback(delta)
+            except BaseException as raised:
+                thread.abort(handle)
+                ended, error = True, raised
+        if ended:
+            del self._consumers[handle]
+            with suppress(InvalidStateError):  # it was cancelled
+                if error is not None:
+                    future.set_exception(error)
+                elif handle.output is not None:
+                    future.set_result(handle.output)
 
 
 def _call_listeners(handle: RequestHandle, ended_ns: int, listeners: tuple[Listener, ...]) -> None:

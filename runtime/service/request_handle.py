@@ -14,9 +14,12 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import threading
 from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
-from typing import TYPE_CHECKING, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 
 from ..arguments import MAX_PRIORITY, check_integer, check_number, check_type
 from ..bounded_repr import bounded_repr
@@ -28,13 +31,15 @@ if TYPE_CHECKING:  # it needs torch
     from ..engine.request_output import RequestOutput
 
 __all__ = [
-    *("Delta", "HandleState", "LoopMailbox"),
+    *("Delta", "HandleState", "Inbox", "LoopMailbox", "Mailbox"),
     *("RequestHandle", "RequestOptions", "make_handle", "nanoseconds"),
 ]
 
 
 MAX_SECONDS = 1e9
 MAX_TENANT_CHARS = 256
+MAX_WAIT = 3600.0
+"""Seconds of one wait; the limit of a lock's timeout depends on the platform."""
 
 
 class HandleState(enum.Enum):
@@ -46,23 +51,85 @@ class HandleState(enum.Enum):
     ENDED = enum.auto()
 
 
-class LoopMailbox:
-    """The requests whose consumers are tasks of one event loop.
+class Inbox:
+    """Actions for one thread. Once that thread has ended, the thread that puts one runs it.
 
-    Any thread may call `post` and `flush`.
+    An action leaves the inbox after it has run. If an exception interrupts it, it runs once more,
+    so actions must be idempotent.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, *, at_once: bool = False) -> None:
-        """Wake consumers of a loop: at a `flush`, or `at_once`."""
+    def __init__(self) -> None:
+        """Start empty."""
+        self._items: deque[Callable[[], None]] = deque()
+        self._begun: Callable[[], None] | None = None  # the last action that was called
+        self._wake = threading.Lock()  # locked: no item has arrived since the last wait
+        self._wake.acquire()
+        self._handling = threading.Lock()
+        self._ended = False
+
+    def put(self, item: Callable[[], None]) -> None:
+        """Add an action. Any thread and any finalizer may call it: it does not block."""
+        self._items.append(item)
+        if self._ended:
+            self.end()
+        else:
+            with suppress(RuntimeError):  # released already
+                self._wake.release()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait for an action, at most `timeout` seconds. It may return early."""
+        if not self._items:
+            self._wake.acquire(timeout=MAX_WAIT if timeout is None else min(timeout, MAX_WAIT))
+
+    def run(self) -> None:
+        """Run the actions that have arrived. For the one thread."""
+        while self._items:
+            item = self._items[0]
+            second = item is self._begun
+            if second:
+                self._items.popleft()  # there is no third attempt
+            self._begun = item
+            item()
+            if not second:
+                self._items.popleft()
+            self._begun = None
+
+    def end(self) -> None:
+        """Let other threads run what arrives from now on. The one thread calls it last."""
+        self._ended = True
+        while self._items and self._handling.acquire(blocking=False):  # else another thread does
+            try:
+                self.run()
+            finally:
+                self._handling.release()
+
+
+class Mailbox(Protocol):
+    """Wakes the consumers of requests."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether its requests cannot be read any more."""
+
+    def post(self, handle: RequestHandle) -> None:
+        """Note that a request has news. Any thread may call it."""
+
+    def flush(self, *, again: bool = False) -> None:
+        """Wake the consumers that have news; `again` also if that is on its way."""
+
+
+class LoopMailbox:
+    """The requests whose consumers are tasks of one event loop, woken at most once a flush."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._at_once = at_once
         self._news: deque[RequestHandle] = deque()
         self._scheduled = False
         self._waiters: dict[RequestHandle, asyncio.Future[None]] = {}
 
     @property
     def closed(self) -> bool:
-        """Whether the event loop is closed: its streams cannot be read any more."""
+        """Whether the event loop is closed."""
         return self._loop.is_closed()
 
     def post(self, handle: RequestHandle) -> None:
@@ -70,14 +137,9 @@ class LoopMailbox:
         if not handle.posted:
             handle.posted = True
             self._news.append(handle)
-            if self._at_once:
-                self.flush()
 
     def flush(self, *, again: bool = False) -> None:
-        """Wake the consumers that have news, unless a wake-up is scheduled already.
-
-        `again` schedules one in any case.
-        """
+        """Wake the consumers that have news, unless a wake-up is scheduled and not `again`."""
         if self._news and (again or not self._scheduled):
             self._scheduled = True
             try:
@@ -134,12 +196,9 @@ class RequestHandle:
 
     id: str
     _: KW_ONLY
-    mailbox: LoopMailbox = field(init=False)
-    """Wakes its consumer."""
-    streams: bool = True
-    """Whether the consumer reads more than the last output."""
+    mailbox: Mailbox = field(init=False)
+    streams: bool = True  # whether the consumer reads more than the last output
     num_completions: int
-    """`SamplingParams.n`."""
     tenant: str
     priority: int
     submitted_ns: int
@@ -147,39 +206,24 @@ class RequestHandle:
     first_token_deadline_ns: int | None
     traceparent: str | None = None
     state: HandleState = HandleState.PREPARING
-    group: RequestGroup | None = None
-    """Its requests, from the thread that prepared it."""
-    num_prompt_tokens: int = 0
-    """Set once it is admitted."""
-    started_ns: int | None = None
-    """When it entered the engine."""
-    num_charged: int = 0
-    """Output tokens that its tenant's counter contains."""
-    is_chat: bool = False
-    """Whether its prompt is a conversation."""
-    output: RequestOutput | None = None
-    """The newest output."""
-    error: BaseException | None = None
-    """Why it was refused, or lost."""
-    abort_reason: AbortReason | None = None
-    """Set once it should end early."""
-    failure: BaseException | None = None
-    """The error to end with: of its preparation, or once the engine has ended it."""
-    num_read: int | None = None
-    """Output tokens that its consumer has read; None if it need not read them."""
-    unread_ns: int | None = None
-    """Since when output waits for its consumer; None if it has read all."""
-    paused: bool = False
-    """Whether its row was taken because its consumer reads too little."""
+    group: RequestGroup | None = None  # from the thread that prepared it
+    num_prompt_tokens: int = 0  # set once it is admitted
+    started_ns: int | None = None  # when it entered the engine
+    num_charged: int = 0  # output tokens that its tenant's counter contains
+    is_chat: bool = False  # whether its prompt is a conversation
+    output: RequestOutput | None = None  # the newest
+    error: BaseException | None = None  # why it was refused, or lost
+    abort_reason: AbortReason | None = None  # set once it should end early
+    failure: BaseException | None = None  # of its preparation, or for when the engine has ended it
+    num_read: int | None = None  # output tokens; None if the consumer need not read them
+    unread_ns: int | None = None  # since when output waits for its consumer
+    paused: bool = False  # its row was taken because its consumer reads too little
     num_pauses: int = 0
-    posted: bool = False
-    """Whether its mailbox has news of it that the consumer has not seen."""
+    posted: bool = False  # its mailbox has news of it that the consumer has not seen
     _read_output: RequestOutput | None = field(default=None, init=False, repr=False)
-    """The output that its consumer has read last."""
     _positions: dict[int, tuple[int, int, bool]] = field(
         default_factory=dict, init=False, repr=False
-    )
-    """Tokens and characters read of each completion, and whether it has ended."""
+    )  # tokens and characters read of each completion, and whether it has ended
 
     @property
     def ended(self) -> bool:
@@ -216,10 +260,7 @@ class RequestHandle:
         return min([ns for ns in due if ns is not None], default=None)
 
     def read(self) -> list[Delta]:
-        """Return what each completion gained since the last call; an empty list for nothing.
-
-        For its one consumer.
-        """
+        """Return what each completion gained since the last call. For its one consumer."""
         output = self.output
         if output is None or output is self._read_output:
             return []
@@ -268,19 +309,13 @@ _NAMES = frozenset(RequestOptions.__annotations__)
 def make_handle(
     request_id: str, params: SamplingParams | None, options: RequestOptions, now_ns: int
 ) -> RequestHandle:
-    """Return the handle of a new request.
-
-    Args:
-        request_id: its id, unless the options have one.
-        params: of the caller, not checked yet.
-        options: of the caller.
-        now_ns: the time of the call.
+    """Return the handle of a request; `request_id` is its id unless the options have one.
 
     Raises:
         RequestError: an option is unknown or invalid.
     """
-    if not options.keys() <= _NAMES:
-        unknown = sorted(options.keys() - _NAMES)
+    given: Mapping[str, Any] = options
+    if unknown := sorted(given.keys() - _NAMES):
         raise RequestError(
             f"unknown option {bounded_repr(unknown[0])}: the options are {sorted(_NAMES)}",
             field=unknown[0],
@@ -293,18 +328,25 @@ def make_handle(
     traceparent = options.get("traceparent")
     check_type("traceparent", traceparent, str | None, "a string")
 
-    def due(name: Literal["deadline", "first_token_deadline"]) -> int | None:
-        seconds = options.get(name)
-        return None if seconds is None else now_ns + nanoseconds(name, seconds)
-
+    due = {
+        name: now_ns + nanoseconds(name, seconds)
+        for name in ("deadline", "first_token_deadline")
+        if (seconds := given.get(name)) is not None
+    }
+    name = "cache_salt" if options.get("tenant") is None else "tenant"
+    tenant = check_type(name, given.get(name), str | None, "a string") or ""
+    if len(tenant) > MAX_TENANT_CHARS:
+        raise RequestError(
+            f"{name} has {len(tenant)} characters; allowed are {MAX_TENANT_CHARS}", field=name
+        )
     return RequestHandle(
         given_id or request_id,
         num_completions=params.n if isinstance(params, SamplingParams) else 1,
-        tenant=_tenant(options),
+        tenant=tenant,
         priority=priority,
         submitted_ns=now_ns,
-        deadline_ns=due("deadline"),
-        first_token_deadline_ns=due("first_token_deadline"),
+        deadline_ns=due.get("deadline"),
+        first_token_deadline_ns=due.get("first_token_deadline"),
         traceparent=traceparent,
     )
 
@@ -316,15 +358,3 @@ def nanoseconds(name: str, seconds: float, least: float = 1e-9) -> int:
         RequestError: it is not a number of seconds from `least` to 10^9.
     """
     return int(1e9 * check_number(name, seconds, least, MAX_SECONDS))
-
-
-def _tenant(options: RequestOptions) -> str:
-    name, tenant = "tenant", options.get("tenant")
-    if tenant is None:
-        name, tenant = "cache_salt", options.get("cache_salt")
-    tenant = check_type(name, tenant, str | None, "a string") or ""
-    if len(tenant) > MAX_TENANT_CHARS:
-        raise RequestError(
-            f"{name} has {len(tenant)} characters; allowed are {MAX_TENANT_CHARS}", field=name
-        )
-    return tenant

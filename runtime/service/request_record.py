@@ -44,6 +44,7 @@ _OUTCOMES: tuple[tuple[type[BaseException], Outcome], ...] = (
     (RequestError, "invalid"),
     (SendTimeoutError, "send_timeout"),
 )
+_EARLY: tuple[FinishReason, ...] = ("error", "deadline", "abort")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,11 +82,15 @@ class RequestRecord:
     @classmethod
     def of(cls, handle: RequestHandle, ended_ns: int) -> RequestRecord:
         """Return the record of a request that has ended."""
-        group, output = handle.group, handle.output
+        group, output, error = handle.group, handle.output, handle.error
         completions = () if output is None else output.completions
-        error = handle.error
-        if error is None and output is not None:
-            error = output.error
+        reasons = tuple(completion.finish_reason for completion in completions)
+        outcome: Outcome = reasons[0] or "error" if reasons else "error"
+        if error is None:
+            outcome = next((reason for reason in _EARLY if reason in reasons), outcome)
+            error = None if output is None else output.error
+        else:
+            outcome = next((name for kind, name in _OUTCOMES if isinstance(error, kind)), "failed")
         return cls(
             request_id=handle.id,
             tenant=handle.tenant,
@@ -93,9 +98,9 @@ class RequestRecord:
             is_chat=handle.is_chat,
             traceparent=handle.traceparent,
             params=None if group is None else group.requests[0].params,
-            outcome=_outcome(handle),
+            outcome=outcome,
             error=error,
-            finish_reasons=tuple(completion.finish_reason for completion in completions),
+            finish_reasons=reasons,
             num_prompt_tokens=0 if group is None else len(group.prompt_ids),
             num_output_tokens=sum(completion.num_tokens for completion in completions),
             num_cached_tokens=0 if output is None else output.cached_tokens,
@@ -137,12 +142,3 @@ class RequestRecord:
 
 
 Listener = Callable[[RequestRecord], None]
-
-
-def _outcome(handle: RequestHandle) -> Outcome:
-    if handle.error is not None:
-        return next((name for kind, name in _OUTCOMES if isinstance(handle.error, kind)), "failed")
-    assert handle.output is not None, "a request ends with an output or an error"
-    reasons = [completion.finish_reason for completion in handle.output.completions]
-    early: tuple[FinishReason, ...] = ("error", "deadline", "abort")
-    return next((reason for reason in early if reason in reasons), reasons[0] or "error")

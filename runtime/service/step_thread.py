@@ -19,10 +19,8 @@ import logging
 import threading
 import time
 import traceback
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -41,10 +39,10 @@ from ..errors import (
 )
 from .admission import Dispatcher
 from .health import Health, Phase, ReloadResult
-from .request_handle import RequestHandle
+from .request_handle import Inbox, RequestHandle
 from .service_config import ServiceConfig
 
-__all__ = ["Inbox", "StepThread"]
+__all__ = ["StepThread"]
 
 logger = logging.getLogger("stepgraph.runtime")
 
@@ -54,69 +52,10 @@ HOW_TO_START = (
 )
 MAX_REASON = 500
 """Characters of a failure in messages."""
-MAX_WAIT = 3600.0
-"""Seconds of one wait; the limit of a lock's timeout depends on the platform."""
 _RANK_CHECK_SECONDS = 1.0
 """How often an idle engine looks at its other processes."""
 
 T = TypeVar("T")
-
-
-class Inbox:
-    """Actions for one thread. Once that thread has ended, the thread that puts one runs it.
-
-    An action leaves the inbox after it has run. If an exception interrupts it, it runs once more,
-    so actions must be idempotent.
-    """
-
-    def __init__(self) -> None:
-        """Start empty."""
-        self._items: deque[Callable[[], None]] = deque()
-        self._begun: Callable[[], None] | None = None  # the last action that was called
-        self._wake = threading.Lock()  # locked: no item has arrived since the last wait
-        self._wake.acquire()
-        self._handling = threading.Lock()
-        self._ended = False
-
-    def put(self, item: Callable[[], None]) -> None:
-        """Add an action. Any thread and any finalizer may call it: it does not block."""
-        self._items.append(item)
-        if self._ended:
-            self._handle_here()
-        else:
-            with suppress(RuntimeError):  # released already
-                self._wake.release()
-
-    def wait(self, timeout: float | None) -> None:
-        """Wait for an action, at most `timeout` seconds. It may return early."""
-        if not self._items:
-            self._wake.acquire(timeout=MAX_WAIT if timeout is None else min(timeout, MAX_WAIT))
-
-    def run(self) -> None:
-        """Run the actions that have arrived. For the one thread."""
-        while self._items:
-            item = self._items[0]
-            second = item is self._begun
-            if second:
-                self._items.popleft()  # there is no third attempt
-            self._begun = item
-            item()
-            if not second:
-                self._items.popleft()
-            self._begun = None
-
-    def end(self) -> None:
-        """Let other threads run what arrives from now on. The one thread calls it last."""
-        self._ended = True
-        self._handle_here()
-
-    def _handle_here(self) -> None:
-        """Run the actions, unless another thread or a caller of this function does."""
-        while self._items and self._handling.acquire(blocking=False):
-            try:
-                self.run()
-            finally:
-                self._handling.release()
 
 
 class StepThread:
@@ -126,12 +65,7 @@ class StepThread:
     """
 
     def __init__(self, start_engine: Callable[[], Engine], config: ServiceConfig) -> None:
-        """Prepare the thread; `start` runs it.
-
-        Args:
-            start_engine: makes the engine, at the start and after `sleep`.
-            config: limits and policies.
-        """
+        """Prepare the thread; `start_engine` makes the engine, at the start and after `sleep`."""
         self.started: Future[None] = _future()
         """Done when the first engine serves, with the error if it could not start."""
         self.dispatcher = Dispatcher(config)
@@ -144,14 +78,10 @@ class StepThread:
         """The engine, and the sum of the counters of the earlier ones. Replaced as one, so that
         any thread reads a sum that never decreases."""
         self._start_engine = start_engine
-        self._drains: list[Future[bool]] = []
-        """Calls that wait until no request is left."""
-        self._drain_end_ns: int | None = None
-        """When the remaining requests are aborted; None for never, or if that was done."""
-        self._drain_complete = True
-        """Whether no request was aborted for the drains, or lost."""
-        self._draining = False
-        """From the first drain until the engine is woken or put to sleep."""
+        self._drains: list[Future[bool]] = []  # calls that wait until no request is left
+        self._drain_end_ns: int | None = None  # when the rest is aborted; None for never, or done
+        self._drain_complete = True  # whether no request was aborted for the drains, or lost
+        self._draining = False  # from the first drain until the engine is woken or put to sleep
         self._stall_seconds = config.stall_seconds
         self._inbox = Inbox()
         self._busy_since_ns: int | None = None
@@ -159,7 +89,7 @@ class StepThread:
         self._closing = False
         self._ended = False
         self._starting = threading.Lock()
-        self._thread = self._make_thread()
+        self._thread = threading.Thread()
 
     def start(self) -> None:
         """Start the thread, which first makes the engine. Does nothing if it was started.
@@ -172,7 +102,9 @@ class StepThread:
                 raise self.refusal()
             if self._thread.ident is None:
                 self.phase = Phase.STARTING
-                self._thread = self._make_thread()  # threads made before a fork count as stopped
+                self._thread = threading.Thread(
+                    target=self._run, name="stepgraph-steps", daemon=True
+                )
                 self._thread.start()
 
     def join(self) -> None:
@@ -181,20 +113,14 @@ class StepThread:
             self._thread.join()
 
     def check_serving(self) -> Engine:
-        """Return the engine for a new request.
-
-        Raises:
-            EngineNotStartedError: nothing has started it.
-            EngineUnavailableError: it starts, drains or sleeps.
-            EngineFailedError, EngineClosedError: it will not serve again.
-        """
+        """Return the engine for a new request; raise a `refusal` unless it serves."""
         engine, phase = self.engine, self.phase
         if phase is Phase.SERVING and engine is not None:
             return engine
         raise self.refusal(phase)
 
     def check_started(self) -> Engine:
-        """Return the engine, also while it drains. Raises as `check_serving`."""
+        """Return the engine, also while it drains; raise a `refusal` without one."""
         engine = self.engine
         return self.check_serving() if engine is None else engine
 
@@ -207,9 +133,8 @@ class StepThread:
             return EngineNotStartedError(f"the engine was not started: {HOW_TO_START}")
         failure = self.failure
         if phase is Phase.FAILED and failure is not None:
-            error = EngineFailedError(
-                f"the engine failed ({_shown(failure)}): close it and make a new one"
-            )
+            shown = bounded_repr(failure, MAX_REASON)
+            error = EngineFailedError(f"the engine failed ({shown}): close it and make a new one")
             error.__cause__ = failure
             return error
         if phase is Phase.SERVING:  # the engine was replaced meanwhile
@@ -238,18 +163,19 @@ class StepThread:
         Raises:
             EngineNotStartedError: there is no thread that could run it.
         """
-        self._check_was_started()
+        if self.phase is Phase.NOT_STARTED:
+            raise self.refusal()
         future: Future[T] = _future()
         self._inbox.put(partial(_run_into, future, operation))
         return future
 
     def drain(self, timeout: float | None) -> Future[bool]:
-        """Refuse new requests from now on, and complete the present ones.
+        """Refuse new requests from now on, and complete the present ones; see `AsyncEngine.drain`.
 
-        After `timeout` seconds the rest is aborted. The result is whether every request ended by
-        itself. Raises as `run`.
+        Raises as `run`.
         """
-        self._check_was_started()
+        if self.phase is Phase.NOT_STARTED:
+            raise self.refusal()
         end_ns = None if timeout is None else time.perf_counter_ns() + int(timeout * 1e9)
         future: Future[bool] = _future()
         self._inbox.put(partial(self._begin_drain, future, end_ns))
@@ -273,22 +199,16 @@ class StepThread:
         alive = self._thread.is_alive()
         reason = None
         if phase is not Phase.SERVING:
-            reason = phase.value if failure is None else f"{phase.value}: {_shown(failure)}"
-            if phase is Phase.NOT_STARTED:
-                reason = f"{reason}: {HOW_TO_START}"
+            cause = HOW_TO_START if phase is Phase.NOT_STARTED else None
+            if failure is not None:
+                cause = bounded_repr(failure, MAX_REASON)
+            reason = phase.value if cause is None else f"{phase.value}: {cause}"
         elif not alive:
             reason = "the step thread has ended"
         elif age is not None and age > self._stall_seconds:
             reason = f"no step has ended for {age:.1f} s"
         live = alive and phase not in (Phase.FAILED, Phase.CLOSED)
         return Health(phase, live, reason is None, age, reason)
-
-    def _check_was_started(self) -> None:
-        if self.phase is Phase.NOT_STARTED:
-            raise self.refusal()
-
-    def _make_thread(self) -> threading.Thread:
-        return threading.Thread(target=self._run, name="stepgraph-steps", daemon=True)
 
     # From here on only the step thread, and after its end whoever runs an action.
 
@@ -315,11 +235,7 @@ class StepThread:
                 self.started.set_exception(self.failure or self.refusal())
 
     def _turn(self) -> None:
-        """Run the actions that have arrived, then a step if there is work.
-
-        Raises:
-            RankError: a process of a tensor-parallel engine has failed, if there is no work.
-        """
+        """Run the actions that have arrived, then a step if there is work."""
         requests = self.dispatcher
         if self.engine is None or not requests.has_work:
             self._busy_since_ns = None
@@ -425,12 +341,6 @@ class StepThread:
         if self.dispatcher.is_empty:
             self._complete_drains()
 
-    def _end_drains(self) -> None:
-        """Complete all drains with False, and accept requests again."""
-        self._drain_complete = False
-        self._complete_drains()
-        self._draining = False
-
     def _complete_drains(self) -> None:
         while self._drains:
             if not self._drains[0].done():
@@ -438,25 +348,28 @@ class StepThread:
             self._drains.pop(0)
         self._drain_end_ns, self._drain_complete = None, True
 
+    def _end_drains(self) -> None:
+        """Complete all drains with False, and accept requests again."""
+        self._drain_complete = False
+        self._complete_drains()
+        self._draining = False
+
     def _check_drained(self) -> None:
         """Refuse to end requests that were accepted since the drain."""
         self._check_can_start()
         if not self._draining and self.phase is not Phase.ASLEEP:
             raise EngineUnavailableError("the engine was woken or reloaded while it drained")
 
-    def _check_can_start(self) -> None:
-        if self.phase in (Phase.CLOSED, Phase.FAILED):
-            raise self.refusal()
-
     def sleep(self) -> None:
         """Close the engine, which has been drained. This frees its memory."""
         self._check_drained()
-        self._sleep()
-
-    def _sleep(self) -> None:
         self._close_engine(EngineUnavailableError("the engine was put to sleep"))
         self._end_drains()
         self.phase = Phase.ASLEEP
+
+    def _check_can_start(self) -> None:
+        if self.phase in (Phase.CLOSED, Phase.FAILED):
+            raise self.refusal()
 
     def wake(self) -> None:
         """Serve again after `drain` or `sleep`."""
@@ -475,19 +388,25 @@ class StepThread:
     def reload(self, source: str | Path, start_engine: Callable[[], Engine]) -> ReloadResult:
         """Take other weights into the engine, which has been drained, or start a new engine.
 
-        Args:
-            source: of the weights.
-            start_engine: makes an engine of this source. The old one is started again if it fails.
+        If `start_engine`, which makes an engine of these weights, fails, the old one is started.
         """
         self._check_drained()
         began = time.perf_counter()
-        reason = self._reload_weights(source)
-        if reason is None:
-            self._start_engine = start_engine
-            self.wake()
-            return ReloadResult(True, time.perf_counter() - began)
+        if self.engine is None:
+            reason = f"the engine was {self.phase.value}"
+        else:
+            try:
+                self.engine.reload_weights(source)
+                self._start_engine = start_engine
+                self.wake()
+                return ReloadResult(True, time.perf_counter() - began)
+            except (ConfigError, RequestError, EngineFailedError) as error:
+                reason = bounded_text(error)
+            except BaseException:
+                self.wake()  # with the weights that it has
+                raise
         asleep = self.phase is Phase.ASLEEP
-        self._sleep()
+        self.sleep()
         before, self._start_engine = self._start_engine, start_engine
         try:
             self.wake()
@@ -497,19 +416,6 @@ class StepThread:
                 self.wake()
             raise
         return ReloadResult(False, time.perf_counter() - began, reason)
-
-    def _reload_weights(self, source: str | Path) -> str | None:
-        """Take other weights into the engine; return why a new engine is needed instead."""
-        if self.engine is None:
-            return f"the engine was {self.phase.value}"
-        try:
-            self.engine.reload_weights(source)
-        except (ConfigError, RequestError, EngineFailedError) as error:
-            return bounded_text(error)
-        except BaseException:
-            self.wake()  # with the weights that it has
-            raise
-        return None
 
 
 def _future() -> Future[T]:
@@ -530,11 +436,6 @@ def _run_into(future: Future[T], operation: Callable[[], T]) -> None:
             raise
     else:
         future.set_result(result)
-
-
-def _shown(error: BaseException) -> str:
-    """Return a failure for messages, with its type and of bounded length."""
-    return bounded_repr(error, MAX_REASON)
 
 
 def _free_frames(error: BaseException | None) -> None:

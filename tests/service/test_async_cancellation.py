@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from stepgraph.runtime import SendTimeoutError, ServiceConfig
 from stepgraph.runtime.errors import DeadlineUnreachableError, RequestError
-from stepgraph.runtime.service import dispatcher
+from stepgraph.runtime.service import admission
 from stepgraph.runtime.service.request_handle import HandleState
 
 from ..rigs.fake_engine import params
@@ -258,7 +258,7 @@ def test_tokens_in_the_prefix_cache_take_no_time_before_the_first_token() -> Non
 
 
 def test_one_slow_step_does_not_make_it_refuse_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatcher, "STALE_SECONDS", 0.2)
+    monkeypatch.setattr(admission, "STALE_SECONDS", 0.2)
     with rig() as r:
         r.on_launch = lambda plan: time.sleep(0.5)
         r.engine.submit([1], params(0, max_tokens=1)).result(SECONDS)

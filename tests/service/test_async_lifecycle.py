@@ -306,7 +306,7 @@ def submit():
 
 engine = AsyncEngine(fake_engine)
 engine.start()
-engine.submit([1], params(1)).result(5)  # makes the loop of callbacks
+engine.submit([1], params(1)).result(5)  # starts the thread of callbacks
 try: {call}
 except KeyboardInterrupt: print("interrupted")
 print(engine.submit([1], params(1)).result(5).finish_reason)
