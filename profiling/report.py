@@ -1,11 +1,11 @@
-"""The command `stepgraph report`: where each step of an nsys profile spent its time.
+"""The command `stepgraph report`: where each step of a profile spent its time.
 
-It reads the SQLite file that nsys exports. The schema is in the user guide of NVIDIA Nsight Systems
-("SQLite Schema Reference"). It differs between versions, and a table exists only where it has
-rows: so no table and no column is taken for granted. Every query states its order, because nsys
-promises none.
+It reads traces of torch's profiler (`trace.torch_trace`) and the SQLite file that nsys exports. The
+schema of the latter is in the user guide of NVIDIA Nsight Systems ("SQLite Schema Reference"). It
+differs between versions, and a table exists only where it has rows: so no table and no column is
+taken for granted. Every query states its order, because nsys promises none.
 
-The rows become events as `trace` has them, with times in ns, and are named by the same functions. A
+Both become events as `trace` has them, with times in ns, and are named by the same functions. A
 step is a range `step` that launched something; it ends when the host is done, and the device may
 work on the step long after that. The device's work for a step is therefore found through the CUDA
 calls of the same thread within the range: a call and its activities share a correlation id.
@@ -13,7 +13,6 @@ calls of the same thread within the range: a call and its activities share a cor
 Times are in µs. Standard library only.
 """
 
-import argparse
 import contextlib
 import itertools
 import json
@@ -35,9 +34,9 @@ from .markdown import aligned
 from .nsys import GraphTrace, export_command
 from .ranges import StepNumbers
 from .stats import Summary, covered
-from .trace import Event, Scopes, end_of, name_work
+from .trace import DEVICE_CATEGORIES, Event, Scopes, TraceError, end_of, name_work, read_trace
 
-__all__ = ["ExportError", "Report", "Step", "main", "read_report", "report_text"]
+__all__ = ["Report", "Step", "main", "read_report", "report_text"]
 
 SCHEMA_VERSION: Final = 1
 MOST_ROWS: Final = 100
@@ -50,7 +49,6 @@ _PHASES: Final = {
     ranges.VERIFY: "verify",
     ranges.PREFILL: "prefill",
 }
-_ORDER: Final = (*_PHASES.values(), AROUND)
 
 _WAITS: Final = re.compile(r"cu(da)?(Event|Stream|Device|Ctx)Synchronize")
 _LAUNCHES: Final = re.compile(r"cu(da)?(GraphLaunch|Launch(Cooperative)?Kernel)")
@@ -73,9 +71,8 @@ _CATEGORIES: Final = {
 `graph` is a whole CUDA graph whose nodes were not traced."""
 _NUMBERS: Final = struct.Struct(f"<{len(StepNumbers._fields)}q")
 
-
-class ExportError(ValueError):
-    """A file that is not an export of nsys, or that holds nothing to report."""
+Spans = list[tuple[int, int]]
+"""Begin and end of events in ns, in the order of their begin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,78 +109,74 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """An operation over all launches of a phase.
-
-    Attributes:
-        phase: "decode", "verify", "prefill" or "around".
-        name: of the operation; of a kernel that no captured node matches in brackets.
-        activities: mean number of kernels, copies and fills per launch.
-        us: their total time per launch in µs, over the launches that have them.
-        share: of the device time of these launches. Shares add up to less than 1 if the device is
-            idle between activities, to more if some overlap.
-        fraction: of the roofline: bytes to read ÷ bandwidth ÷ time; None where unknown.
-    """
+    """An operation over all launches of a phase; on a CPU over all steps of it."""
 
     phase: str
+    """"decode", "verify", "prefill", or "around" a launch; on a CPU the phase of the step."""
     name: str
+    """Of the operation; in brackets of a kernel that no captured node matches; in parentheses of a
+    range of the host, for its time outside of operations."""
     activities: float
+    """Mean number of kernels, copies and fills per launch."""
     us: Summary
+    """Their total time per launch in µs, over the launches that have them."""
     share: float
+    """Of the device time of these launches. Shares add up to less than 1 if the device is idle
+    between activities, to more if some overlap."""
     fraction: float | None
+    """Of the roofline: bytes to read ÷ bandwidth ÷ time; None where unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A profile: the document of `--json`.
-
-    Attributes:
-        trace: the export.
-        graph_trace: how CUDA graphs were traced; None: none was.
-        model, device, bandwidth_gb_s: as the names of captured nodes have them.
-        notes: caveats about the numbers.
-        cases: by phase and bucket.
-        operations: by phase, then the most expensive first.
-        idle: by phase, the share of device time without any activity.
-        steps: thread after thread, in order.
-    """
+    """A profile: the document of `--json`."""
 
     trace: str
     graph_trace: GraphTrace | None
+    """How CUDA graphs were traced; None: none was."""
     model: str
+    """As the names of captured nodes have it, like `device` and `bandwidth_gb_s`."""
     device: str
     bandwidth_gb_s: float | None
     notes: list[str]
+    """Caveats about the numbers."""
     cases: list[Case]
+    """By phase and bucket."""
     operations: list[Operation]
+    """By phase, then the most expensive first."""
     idle: dict[str, float]
+    """By phase, the share of device time without any activity."""
     steps: list[Step]
+    """Thread after thread, in order."""
 
 
-def read_report(trace: Path) -> Report:
-    """Read an export and, if they exist, the names of captured nodes; summarise them.
+def read_report(trace: Path, names: KernelNames | None = None) -> Report:
+    """Read a trace of torch's profiler, or an export of nsys, and summarise it.
 
     Args:
-        trace: the export, NAME.sqlite; the names are NAME.kernels.json.
+        trace: NAME.trace.json.gz or NAME.sqlite.
+        names: of captured nodes; None: those in NAME.kernels.json, if it exists.
 
     Raises:
-        ExportError: the export is missing or damaged, or has no step of an engine.
+        TraceError: the trace is missing or damaged, or has no step of an engine.
         NamesFileError: the file of names cannot be read, or is of another version.
     """
-    path = trace.with_name(trace.stem + SUFFIX)
-    named = path.exists()
-    known = load(path) if named else KernelNames()
+    of_torch = trace.name.endswith((".json", ".json.gz"))
+    path = trace.with_name(re.sub(r"(\.trace)?\.(json|json\.gz|sqlite)$", "", trace.name) + SUFFIX)
+    named = names is not None or path.exists()
+    known = names or (load(path) if named else KernelNames())
     notes: list[str] = []
-    events = _read_export(trace, notes)
+    events = _read_torch(trace) if of_torch else _read_export(trace, notes)
     graph_trace: GraphTrace | None = None
     if any(event["cat"] == "graph" for event in events):
         graph_trace = "graph"
     elif any("GraphLaunch" in event["name"] for event in events):
         graph_trace = "node"
-    if not (turns := _turns(events, known, notes)):
-        raise ExportError(
+    in_thread = all(event["cat"] == "user_annotation" for event in events)
+    if not (turns := _turns(events, known, notes, in_thread=in_thread)):
+        raise TraceError(
             f"{trace} has no complete step in it: profile a window in which an engine steps"
         )
-    in_thread = all(event["cat"] == "user_annotation" for event in events)
     if in_thread:
         notes.append(
             "no CUDA in this profile: what the device did is what ran within the ranges"
@@ -220,7 +213,17 @@ def read_report(trace: Path) -> Report:
     )
 
 
-# The export --------------------------------------------------------------------------------------
+# Events ------------------------------------------------------------------------------------------
+
+
+def _read_torch(path: Path) -> list[Event]:
+    """Return the ranges and scopes, the CUDA calls and the work of the devices."""
+    wanted = {"user_annotation", "cuda_runtime", "cuda_driver", *DEVICE_CATEGORIES}
+    return [
+        event | {"ts": round(1e3 * event["ts"]), "dur": round(1e3 * event["dur"])}
+        for event in read_trace(path)["traceEvents"]
+        if event.get("ph") == "X" and event.get("cat") in wanted
+    ]
 
 
 def _read_export(path: Path, notes: list[str]) -> list[Event]:
@@ -229,7 +232,7 @@ def _read_export(path: Path, notes: list[str]) -> list[Event]:
     Calls and work have `args["correlation"]` in common. Work that was not timed is left out.
     """
     if path.suffix in (".nsys-rep", ".qdrep", ".qdstrm"):
-        raise ExportError(f"{path} is a report of nsys; export it first: {export_command(path)}")
+        raise TraceError(f"{path} is a report of nsys; export it first: {export_command(path)}")
     try:
         path.open("rb").close()
         uri = path.absolute().as_uri() + "?mode=ro&immutable=1"
@@ -238,16 +241,16 @@ def _read_export(path: Path, notes: list[str]) -> list[Event]:
             strings = dict(_select(connection, "StringIds", "id value"))
             events = _read_ranges(connection, strings, notes)
             if not events:
-                raise ExportError(
+                raise TraceError(
                     f"{path} is not an export of nsys with the NVTX ranges of stepgraph: profile"
                     " with -t cuda,nvtx"
                 )
             return [*events, *_read_activities(connection, strings)]
     except OSError as error:
-        raise ExportError(f"cannot read {path}: {error.strerror}") from error
+        raise TraceError(f"cannot read {path}: {error.strerror}") from error
     # A damaged schema may be quoted in the message of an error, which then is not UTF-8.
     except (sqlite3.Error, OverflowError, UnicodeDecodeError) as error:
-        raise ExportError(f"{path} is damaged, or not a SQLite file: {error}") from error
+        raise TraceError(f"{path} is damaged, or not a SQLite file: {error}") from error
 
 
 def _select(connection: sqlite3.Connection, table: str, wanted: str) -> list[tuple[Any, ...]]:
@@ -347,28 +350,42 @@ class _Turn:
     work: dict[int | None, list[Event]] = field(default_factory=lambda: defaultdict(list))
     """Work of the device by the `id` of its launch. None: of none, such as inputs, outputs and
     copies of blocks; the commit of an earlier step is left out."""
+    host: list[Event] = field(default_factory=list)
+    """Without CUDA: the ranges and scopes in it, each with its time without those inside it."""
     wait_ns: int = 0
     """In calls that wait for the device, also in the commit of an earlier step."""
     calls: int = 0
     """Calls that started kernels or graphs."""
 
+    @property
+    def phase(self) -> str:
+        return "+".join(_PHASES[launch["name"]] for launch in self.launches.values())
 
-def _turns(events: list[Event], names: KernelNames, notes: list[str]) -> list[_Turn]:
+
+def _turns(
+    events: list[Event], names: KernelNames, notes: list[str], *, in_thread: bool
+) -> list[_Turn]:
     """Return the complete steps that launched something, thread after thread, and name the work."""
     scopes = Scopes(events)
     turns: dict[int, _Turn] = {}
     stray = 0
-    for _, found in sorted(scopes.threads.items()):
-        for event in found:
+    for thread, found in sorted(scopes.threads.items()):
+        own = [event["dur"] for event in found]
+        inside: list[_Turn | None] = []
+        for event, parent in zip(found, scopes.parents[thread], strict=True):
+            turn = inside[parent] if parent >= 0 else None
             if event["name"] == ranges.STEP:
-                turns[id(event)] = _Turn(event)
-                continue
-            turn = next((turns[id(e)] for e in scopes.enclosing(event) if id(e) in turns), None)
-            if turn is None:
-                stray += event["name"] in _PHASES
-                continue
-            if event["name"] in _PHASES:
+                turn = turns[id(event)] = _Turn(event)
+            elif event["name"] in _PHASES and turn is not None:
                 turn.launches[id(event)] = event
+            stray += event["name"] in _PHASES and turn is None
+            inside.append(turn)
+            if parent >= 0:
+                own[parent] -= event["dur"]
+        for event, turn, ns in zip(found, inside, own, strict=True):
+            if in_thread and turn is not None:
+                name = event["args"].get("operation", f"({event['name']})")
+                turn.host.append(event | {"dur": ns, "args": {"operation": name}})
     for call, enclosing, work in name_work(events, scopes, names):
         turn = next((turns[id(e)] for e in enclosing if id(e) in turns), None)
         if call is None or turn is None:
@@ -418,7 +435,7 @@ def _steps(turns: Sequence[_Turn], *, in_thread: bool) -> Iterator[Step]:
         step = Step(
             thread=thread,
             step=number,
-            phase="+".join(_PHASES[one["name"]] for one in launches),
+            phase=turn.phase,
             **totals,
             bucket=first.get("bucket"),
             host_us=(turn.range["dur"] - turn.wait_ns - launched) / 1e3,
@@ -432,7 +449,7 @@ def _steps(turns: Sequence[_Turn], *, in_thread: bool) -> Iterator[Step]:
         before = (step, end) if spans else None
 
 
-def _spans(events: Iterable[Event]) -> list[tuple[int, int]]:
+def _spans(events: Iterable[Event]) -> Spans:
     return sorted((event["ts"], end_of(event)) for event in events)
 
 
@@ -452,19 +469,22 @@ def _operations(
     turns: Sequence[_Turn], names: KernelNames
 ) -> tuple[list[Operation], dict[str, float]]:
     """Return the operations by phase, the most expensive first, and the idle shares."""
-    phases: dict[str, list[tuple[list[Event], list[tuple[int, int]]]]] = {}
+    phases: dict[str, list[tuple[list[Event], Spans]]] = defaultdict(list)
     for turn in turns:
         whole = _spans(itertools.chain(*turn.work.values()))
-        for key, work in turn.work.items():
-            if key is None and work:
-                phases.setdefault(AROUND, []).append((work, whole))
-            elif key is not None and work and all(one["cat"] != "graph" for one in work):
-                launch = turn.launches[key]
-                phases.setdefault(_PHASES[launch["name"]], []).append((work, _spans(work)))
+        for key, launch in turn.launches.items():
+            work = turn.work.get(key, [])
+            if work and all(one["cat"] != "graph" for one in work):
+                phases[_PHASES[launch["name"]]].append((work, _spans(work)))
+        if turn.work.get(None):
+            phases[AROUND].append((turn.work[None], whole))
+        if turn.host:
+            phases[turn.phase].append((turn.host, _spans([turn.range])))
     read = {cost.operation: cost.launches * cost.bytes for cost in names.costs}
     rows: list[Operation] = []
     idle: dict[str, float] = {}
-    for phase in sorted(phases, key=_ORDER.index):
+    order = [*_PHASES.values(), AROUND]
+    for phase in sorted(phases, key=lambda name: order.index(name) if name in order else -1):
         activities: Counter[str] = Counter()
         samples: dict[str, list[int]] = defaultdict(list)  # for each launch with the operation
         for work, _ in phases[phase]:
@@ -478,7 +498,7 @@ def _operations(
                 samples[name].append(ns)
         all_spans = [spans for _, spans in phases[phase]]
         device_ns = sum(max(end for _, end in spans) - spans[0][0] for spans in all_spans)
-        if device_ns and phase != AROUND:
+        if device_ns and phase != AROUND and not turns[0].host:
             idle[phase] = 1 - sum(map(covered, all_spans)) / device_ns
         for name in sorted(samples, key=lambda name: (-sum(samples[name]), name)):
             total, fraction = sum(samples[name]), None
@@ -504,10 +524,7 @@ _STEPS: Final = (
     "step", "phase", "rows", "bucket", "tokens", "padding", "host µs", "wait µs", "device µs",
     "gap µs", "step µs", "launches",
 )  # fmt: skip
-_CASES: Final = (
-    "phase", "bucket", "steps", "step µs p50/p90/p99", "device µs p50/p90/p99",
-    "gap µs p50/p90/p99", "host µs p50/p90/p99",
-)  # fmt: skip
+_TIMES: Final = ("step", "device", "gap", "host")
 _OPERATIONS: Final = (
     "phase", "operation", "activities", "µs p50", "µs p99", "n", "share", "of roofline",
 )  # fmt: skip
@@ -515,7 +532,16 @@ _OPERATIONS: Final = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
-    options = _parser().parse_args(arguments)
+    parser = CommandParser(
+        prog=_PROGRAM,
+        description="Report where each step of a profile spent its time.",
+        epilog="NAME.kernels.json next to the trace has the names of captured nodes, if it exists.",
+    )
+    add = parser.add_argument
+    what = "an export of nsys (NAME.sqlite) or a trace of torch (NAME.trace.json.gz)"
+    add("trace", type=Path, metavar="TRACE", help=what)
+    add("--json", type=Path, metavar="FILE", help="write everything as JSON")
+    options = parser.parse_args(arguments)
     try:
         report = read_report(options.trace)
         if options.json is not None:
@@ -523,40 +549,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 raise WriteError(options.json, "it is the trace")
             document = {"schema_version": SCHEMA_VERSION, **asdict(report)}
             write_file(options.json, json.dumps(document, indent=1, allow_nan=False) + "\n")
-    except (ExportError, NamesFileError, WriteError) as error:
+    except (TraceError, NamesFileError, WriteError) as error:
         print(f"{_PROGRAM}: error: {' '.join(str(error).splitlines())}", file=sys.stderr)
         return 1
     print_text(report_text(report))
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = CommandParser(
-        prog=_PROGRAM,
-        description="Report where each step of an nsys profile spent its time.",
-        epilog="TRACE.kernels.json has the names of captured nodes, if it exists.",
-    )
-    add = parser.add_argument
-    add("trace", type=Path, metavar="TRACE.sqlite", help="an export of nsys")
-    add("--json", type=Path, metavar="FILE", help="write everything as JSON")
-    return parser
-
-
 def report_text(report: Report) -> str:
     """Return the report as Markdown."""
     lines = [f"# {report.trace}", "", f"- {_TRACING[report.graph_trace]}"]
     lines += [f"- note: {note}" for note in report.notes]
-    cases = [
-        [case.phase, _cell(case.bucket), str(case.n)]
-        + [_percentiles(s) for s in (case.step_us, case.device_us, case.gap_us, case.host_us)]
-        for case in report.cases
-    ]
-    lines += ["", "## Steps by phase and bucket", "", *aligned(_CASES, cases, 1)]
+    cases = []
+    for case in report.cases:
+        summaries = [getattr(case, f"{name}_us") for name in _TIMES]
+        times = ["-" if s is None else _cells(" / ", s.p50, s.p90, s.p99) for s in summaries]
+        cases.append([case.phase, _cells("", case.bucket), str(case.n), *times])
+    head = ["phase", "bucket", "steps", *(f"{name} µs p50/p90/p99" for name in _TIMES)]
+    lines += ["", "## Steps by phase and bucket", "", *aligned(head, cases, 1)]
     if report.operations:
         operations = [
             [
-                *(row.phase, row.name, f"{row.activities:.4g}", _cell(row.us.p50)),
-                *(_cell(row.us.p99), str(row.us.n), f"{row.share:.1%}"),
+                *(row.phase, row.name, f"{row.activities:.4g}", _cells("", row.us.p50)),
+                *(_cells("", row.us.p99), str(row.us.n), f"{row.share:.1%}"),
                 "-" if row.fraction is None else f"{row.fraction:.1%}",
             ]
             for row in report.operations
@@ -566,10 +581,10 @@ def report_text(report: Report) -> str:
             f"- {phase}: no activity ran in {share:.1%} of the device time"
             for phase, share in report.idle.items()
         ]
-    head = ("thread", *_STEPS) if any(step.thread for step in report.steps) else _STEPS
-    names = [name.replace(" µs", "_us") for name in head]
-    steps = [[_cell(getattr(step, name)) for name in names] for step in report.steps]
-    return "\n".join([*lines, "", "## Steps", "", *_table(head, steps, 0)])
+    columns = ("thread", *_STEPS) if any(step.thread for step in report.steps) else _STEPS
+    names = [name.replace(" µs", "_us") for name in columns]
+    steps = [[_cells("", getattr(step, name)) for name in names] for step in report.steps]
+    return "\n".join([*lines, "", "## Steps", "", *_table(columns, steps, 0)])
 
 
 def _table(head: Sequence[str], cells: Sequence[Sequence[str]], text_columns: int) -> list[str]:
@@ -578,15 +593,8 @@ def _table(head: Sequence[str], cells: Sequence[Sequence[str]], text_columns: in
     return [*aligned(head, cells[:MOST_ROWS], text_columns), *more]
 
 
-def _percentiles(summary: Summary | None) -> str:
-    """Return p50 / p90 / p99, with a dash where there are too few samples."""
-    if summary is None:
-        return "-"
-    return " / ".join(map(_cell, (summary.p50, summary.p90, summary.p99)))
-
-
-def _cell(value: float | str | None) -> str:
-    """Return a time with one digit, integers and texts unchanged, a dash for None."""
-    if value is None:
-        return "-"
-    return f"{value:,.1f}" if isinstance(value, float) else str(value)
+def _cells(separator: str, *values: float | str | None) -> str:
+    """Join times with one digit, integers and texts unchanged, and a dash for None."""
+    return separator.join(
+        "-" if v is None else f"{v:,.1f}" if isinstance(v, float) else str(v) for v in values
+    )

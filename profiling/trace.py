@@ -30,30 +30,26 @@ import tempfile
 import threading
 import zlib
 from bisect import bisect_right
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from . import attribution, ranges
 from .atomic_write import check_writable, write_file
 from .kernel_names import DeviceWork, KernelNames, Node, nodes_of_replay
-from .markdown import aligned
-from .stats import covered
 
 __all__ = [
     "SUFFIX",
     "Event",
     "Scopes",
     "TraceError",
-    "TraceOperations",
     "end_of",
     "name_work",
     "read_trace",
     "torch_trace",
-    "trace_operations",
 ]
 
 SUFFIX = ".json.gz"
@@ -69,9 +65,6 @@ DEVICE_CATEGORIES: Final = {
 }
 """Categories of the events that are work of a device -> kind of the node of a graph. A `graph` is a
 whole one whose nodes were not traced; torch's profiler has none."""
-
-UNNAMED: Final = "(no operation)"
-IDLE: Final = "(idle)"
 
 _PREFIX: Final = "stepgraph #"
 _JITTER_US: Final = 1e-3
@@ -329,6 +322,8 @@ def _name_work(
 ) -> None:
     """Name work by its node; work that is launched by itself by the scope of its launch."""
     args = event.setdefault("args", {})
+    if "operation" in args:  # a trace that was written with names
+        return
     args.update({key: around[key] for key in ("step", "rows", "bucket") if key in around})
     if node is not None:
         around = {"label": node.label, "operation": node.operation, "layer": node.layer}
@@ -376,66 +371,6 @@ def _separate_overlaps(events: list[Event]) -> None:
                     moved["tid"] = added[row]
 
 
-# Sums --------------------------------------------------------------------------------------------
-
-
-class OperationTime(NamedTuple):
-    """Mean time of an operation or kernel per step; overlapping work counts in full for each."""
-
-    name: str
-    launches: float
-    us: float
-
-
-@dataclass(frozen=True, slots=True)
-class TraceOperations:
-    """Breakdown of the steps of a trace; times are means over the steps in µs.
-
-    Attributes:
-        device: True: operations are device work. False: they are scopes and ranges of the engine's
-            thread, each without those inside it.
-        steps: steps in the trace.
-        step_us: with a device, from the begin of the first work of a step to the end of its last;
-            else the length of the range `step`.
-        gap_us: time in which the device did nothing; None without a device.
-        operations: the longest first. Without a device, host time outside of operations is under
-            the name of the range that it is in, in parentheses, so that the sum is `step_us`.
-    """
-
-    device: bool
-    steps: int
-    step_us: float
-    gap_us: float | None
-    operations: list[OperationTime]
-
-    def markdown(self) -> str:
-        """Return the table of operations as Markdown."""
-        rows = self.operations
-        if self.gap_us is not None:
-            rows = [*rows, OperationTime(IDLE, 0, self.gap_us)]
-        cells = [
-            (
-                name,
-                f"{us:,.1f}",
-                f"{us / self.step_us:.1%}",
-                f"{launches:,.4g}" if launches else "-",
-            )
-            for name, launches, us in rows
-        ]
-        table = aligned(("operation", "µs a step", "share", "launches a step"), cells, 1)
-        where = "device" if self.device else "host"
-        return "\n".join([f"{self.steps} steps of {self.step_us:,.1f} µs on the {where}\n", *table])
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the `profile` of a case of the benchmark's JSON."""
-        return {
-            "steps": self.steps,
-            "step_us": self.step_us,
-            "gap_us": self.gap_us,
-            "operations": [row._asdict() for row in self.operations],
-        }
-
-
 def read_trace(path: Path | str) -> dict[str, Any]:
     """Read a trace, compressed or not.
 
@@ -453,67 +388,3 @@ def read_trace(path: Path | str) -> dict[str, Any]:
     except (EOFError, zlib.error, ValueError, RecursionError) as error:
         raise TraceError(f"cannot read {path}: it is not a trace ({error})") from error
     return document
-
-
-def trace_operations(trace: Mapping[str, Any] | Path | str) -> TraceOperations:
-    """Sum the time of the steps of a trace by operation.
-
-    Args:
-        trace: as `read_trace` returns it, or the file.
-
-    Raises:
-        TraceError: it cannot be read, is not a trace, or has no range `step`.
-    """
-    document = read_trace(trace) if isinstance(trace, Path | str) else trace
-    events = [event for event in _events_of(document) if event.get("ph") == "X"]
-    scopes = Scopes(events)
-    turns = [e for found in scopes.threads.values() for e in found if e["name"] == ranges.STEP]
-    if not turns:
-        raise TraceError("the trace has no range `step`: no engine ran a step while it was taken")
-    work = [event for event in events if event.get("cat") in DEVICE_CATEGORIES]
-    if not work:
-        steps = len(turns)
-        step_us = sum(turn["dur"] for turn in turns) / steps
-        return TraceOperations(False, steps, step_us, None, _means(_self_times(scopes), steps))
-    by_step: defaultdict[Any, list[Event]] = defaultdict(list)
-    for event in sorted(work, key=lambda event: event["ts"]):
-        if "step" in event.get("args", {}):  # not copies between steps
-            by_step[event["args"]["step"]].append(event)
-    if not by_step:
-        raise TraceError("no work of the device in the trace belongs to a step")
-    steps = len(by_step)
-    spans = [[(event["ts"], end_of(event)) for event in found] for found in by_step.values()]
-    step_us = sum(max(end for _, end in found) - found[0][0] for found in spans) / steps
-    operations: list[tuple[str, float]] = []
-    for event in itertools.chain.from_iterable(by_step.values()):
-        kind, args = DEVICE_CATEGORIES[event["cat"]], event["args"]
-        unnamed = UNNAMED if kind == "kernel" else kind
-        operations.append((str(args.get("operation", unnamed)), event["dur"]))
-    gap_us = step_us - sum(map(covered, spans)) / steps
-    return TraceOperations(True, steps, step_us, gap_us, _means(operations, steps))
-
-
-def _means(times: Iterable[tuple[str, float]], steps: int) -> list[OperationTime]:
-    """Sum times by name, and divide them by the number of steps; the longest first."""
-    us: defaultdict[str, float] = defaultdict(float)
-    launches: Counter[str] = Counter()
-    for name, took in times:
-        us[name] += took
-        launches[name] += 1
-    rows = [OperationTime(name, launches[name] / steps, us[name] / steps) for name in us]
-    return sorted(rows, key=lambda row: -row.us)
-
-
-def _self_times(scopes: Scopes) -> Iterator[tuple[str, float]]:
-    """Yield each range and scope within a step, and its time without those inside it."""
-    for thread, found in scopes.threads.items():
-        parents = scopes.parents[thread]
-        own = [event["dur"] for event in found]
-        inside = [False] * len(found)
-        for index, (event, parent) in enumerate(zip(found, parents, strict=True)):
-            inside[index] = event["name"] == ranges.STEP or (parent >= 0 and inside[parent])
-            if parent >= 0:
-                own[parent] -= event["dur"]
-        for event, us, in_step in zip(found, own, inside, strict=True):
-            if in_step:
-                yield event["args"].get("operation", f"({event['name']})"), us

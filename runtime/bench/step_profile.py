@@ -11,6 +11,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -18,7 +19,8 @@ import torch
 from ...profiling import attribution, nsys
 from ...profiling.kernel_names import KernelNames
 from ...profiling.ranges import require_nvtx
-from ...profiling.trace import torch_trace, trace_operations
+from ...profiling.report import read_report, report_text
+from ...profiling.trace import torch_trace
 from ..engine.engine import Engine
 from ..models.config import ModelConfig
 from ..tools.step_costs import decode_operation_costs
@@ -105,11 +107,11 @@ class StepProfile:
         if self.options.profile == "nsys":
             return f"nsys profiled steps {shown}; {names}"
         path = trace_path(self.options)
-        found = trace_operations(path)
+        found = read_report(path, self._names)
         (case,) = run.document["cases"]
-        case["profile"] = found.to_json()
+        case["profile"] = asdict(found)
         run.write()
-        if run.device.type == "cuda" and not found.device:
-            run.say("torch recorded no work of the device: is another profiler attached to it?")
+        if run.device.type == "cuda" and found.graph_trace is None:
+            run.say("torch recorded no captured step: is another profiler attached to the device?")
         text = f"\ntrace of steps {shown}: {path} (open it in https://ui.perfetto.dev)"
-        return f"{text}{f'; {names}' if self._names.steps else ''}\n\n{found.markdown()}"
+        return f"{text}{f'; {names}' if self._names.steps else ''}\n\n{report_text(found)}"

@@ -16,8 +16,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from stepgraph.profiling import capture_window, ranges
 from stepgraph.profiling.kernel_names import KernelNames, Node, OperationCost, StepNodes
-from stepgraph.profiling.report import ExportError, Report, Step, main, read_report, report_text
+from stepgraph.profiling.report import Report, Step, main, read_report, report_text
 from stepgraph.profiling.stats import Summary
+from stepgraph.profiling.trace import TraceError
 from stepgraph.runtime import SamplingParams
 
 from ..rigs.engine_rig import Open, run
@@ -219,6 +220,11 @@ def test_steps_on_a_cpu_run_in_the_engine_thread(tmp_path) -> None:
         assert row.gap_us == (behind_ns + before.commit_ns + 1_000 + 4_000 + 2_000) / 1e3
         assert row.step_us == row.gap_us + row.device_us
     assert any("no CUDA in this profile" in note for note in report.notes)
+    names = {row.name for row in report.operations}
+    assert names == {"(step)", "(commit)", "(replay)", "(launch)", "(plan)"}
+    assert sum(row.us.mean * row.us.n for row in report.operations) == pytest.approx(
+        sum(row.host_us + row.device_us for row in report.steps)
+    )
 
 
 def test_report_of_a_real_engine_tells_what_its_timeline_tells(
@@ -336,5 +342,5 @@ def test_exports_that_are_damaged(changes: list[tuple[float, int]]) -> None:
         for where, value in changes:
             data[100 + int(where * (len(data) - 100))] = value
         path.write_bytes(data)
-        with contextlib.suppress(ExportError):
+        with contextlib.suppress(TraceError):
             assert report_text(read_report(path))

@@ -7,6 +7,7 @@ import itertools
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 from stepgraph.profiling import ranges
 from stepgraph.profiling.atomic_write import WriteError
 from stepgraph.profiling.kernel_names import KernelNames, Node, StepNodes
+from stepgraph.profiling.report import Report, read_report
 from stepgraph.profiling.trace import (
     DEVICE_CATEGORIES,
     Recorded,
@@ -22,7 +24,6 @@ from stepgraph.profiling.trace import (
     event_name,
     read_trace,
     torch_trace,
-    trace_operations,
 )
 
 from ..rigs.engine_rig import greedy
@@ -101,10 +102,11 @@ def test_scopes_of_operations_are_rows_of_an_eager_step(open_engine, tmp_path):
         assert len(found) == 6  # a prefill and five decode steps
         assert {event["args"]["layer"] for event in found} == {layer}
     assert len(named(path, "head")) == len(named(path, "step")) == 6
-    found = trace_operations(path)
-    rows = {row.name: row for row in found.operations}
-    assert rows["qkv_linear"].launches == layers
-    assert sum(row.us for row in rows.values()) == pytest.approx(found.step_us)
+    report = read_report(path)
+    rows = {row.name: row for row in report.operations if row.phase == "decode"}
+    assert (rows["qkv_linear"].activities, rows["qkv_linear"].us.n) == (layers, 5)
+    assert sum(row.share for row in rows.values()) == pytest.approx(1)
+    assert [step.phase for step in report.steps] == ["prefill", *["decode"] * 5]
 
 
 HOST, THREAD, DEVICE, STREAM = 4711, 4711, 0, 7
@@ -135,6 +137,12 @@ class KinetoTrace:
     @property
     def document(self) -> dict[str, Any]:
         return {"schemaVersion": 1, "displayTimeUnit": "ms", "traceEvents": self.events}
+
+    def report(self, folder: Path) -> Report:
+        """Read it as a file."""
+        path = folder / "x.json"
+        path.write_text(json.dumps(self.document))
+        return read_report(path)
 
     def range(self, name: str, ts: float, dur: float, **payload: int) -> None:
         index = len(self.log)
@@ -177,7 +185,7 @@ def work(trace):
 
 
 @pytest.mark.parametrize("streams", [(STREAM,), (STREAM, 20, 21)])
-def test_work_of_a_replayed_graph_is_named_by_layer_and_operation(streams):
+def test_work_of_a_replayed_graph_is_named_by_layer_and_operation(streams, tmp_path):
     trace = KinetoTrace()
     for step in range(3):
         ts = 1000 + 300 * step
@@ -198,14 +206,15 @@ def test_work_of_a_replayed_graph_is_named_by_layer_and_operation(streams):
         assert event["args"]["operation"] == node.operation
         assert event["args"].get("layer") == node.layer
         assert (event["args"]["rows"], event["args"]["bucket"]) == (3, 4)
-    operations = trace_operations(trace.document)
-    assert (operations.device, operations.steps, operations.gap_us) == (True, 3, 0)
-    assert operations.step_us == pytest.approx(10 * len(NODES))  # one after the other
-    assert set(operations.operations) == {
+    report = trace.report(tmp_path)
+    assert report.graph_trace == "node"
+    assert report.idle == {"decode": 0}
+    assert [step.device_us for step in report.steps] == [10 * len(NODES)] * 3
+    found = {(row.name, row.activities, row.us.p50) for row in report.operations}
+    assert found == {
         *((name, 3, 30) for name in ("norm_linear", "decode_attention", "down")),
         *((name, 1, 10) for name in ("begin", "greedy")),
     }
-    assert "| down             |      30.0 | 27.3% |               3 |" in operations.markdown()
 
 
 def test_work_outside_of_graphs_and_of_unknown_calls_keeps_its_name():
@@ -243,7 +252,7 @@ def test_kernels_that_are_launched_one_by_one_have_the_scope_of_their_launch():
     assert (outside["name"], replayed["name"]) == ("last", "in a graph")
 
 
-def test_work_that_overlaps_gets_a_row_of_its_own_and_gaps_are_told() -> None:
+def test_work_that_overlaps_gets_a_row_of_its_own() -> None:
     trace = KinetoTrace()
     trace.range("step", 0, 100, payload=0)
     correlation = trace.call("cudaLaunchKernel", 5)
@@ -256,28 +265,27 @@ def test_work_that_overlaps_gets_a_row_of_its_own_and_gaps_are_told() -> None:
     (named,) = [e for e in trace.events if e["name"] == "thread_name"]
     assert (named["pid"], named["tid"]) == (DEVICE, added)
     assert named["args"]["name"] == f"stream {STREAM}, overlapping"
-    found = trace_operations(trace.document).to_json()
-    assert (found["steps"], found["step_us"], found["gap_us"]) == (1, 35, 3)
-    assert found["operations"] == [{"name": "(no operation)", "launches": 4, "us": 35}]
 
 
-def test_operations_of_the_host_are_without_those_inside_them() -> None:
+def test_operations_of_the_host_are_without_those_inside_them(tmp_path) -> None:
     trace = KinetoTrace()
     for step, ts in enumerate((0, 200)):
         trace.range("step", ts, 100, payload=step)
         trace.range("plan", ts, 5, payload=step)
+        trace.range("replay", ts + 5, 80, step=step, rows=1, bucket=1, tokens=1, padding=0)
         trace.range("0/attention", ts + 10, 50, operation="attention", layer=0)
         trace.range("0/down", ts + 20, 30, operation="down", layer=0)
         trace.range("1/down", ts + 70, 10, operation="down", layer=1)
     trace.range("head", 120, 20, operation="head")  # between two steps
     annotate(trace.document, trace.log)
-    found = trace_operations(trace.document)
-    assert (found.device, found.steps, found.step_us, found.gap_us) == (False, 2, 100, None)
-    assert found.operations == [
-        ("down", 2, 40),
-        ("(step)", 1, 35),
-        ("attention", 1, 20),
-        ("(plan)", 1, 5),
+    found = trace.report(tmp_path)
+    assert (found.idle, [step.device_us for step in found.steps]) == ({}, [80, 80])
+    assert [(row.name, row.activities, row.us.p50, row.share) for row in found.operations] == [
+        ("down", 2, 40, 0.4),
+        ("(replay)", 1, 20, 0.2),
+        ("attention", 1, 20, 0.2),
+        ("(step)", 1, 15, 0.15),
+        ("(plan)", 1, 5, 0.05),
     ]
 
 
@@ -289,4 +297,4 @@ def test_traces_that_cannot_be_read(tmp_path) -> None:
         with pytest.raises(TraceError):
             read_trace(path)
     with pytest.raises(TraceError):
-        trace_operations(tmp_path / "nothing")
+        read_report(tmp_path / "nothing.json.gz")
