@@ -23,10 +23,9 @@ def measure_read_bandwidth(
     """Measure the read bandwidth of `device` in bytes per second.
 
     Several reductions read a buffer of random numbers that is far larger than the last-level cache
-    and write one number. Which of them comes nearest to the memory differs between devices, so the
-    fastest pass of all of them counts: bandwidth is a limit, everything else that happens on the
-    machine only takes away from it, and a limit set too low would flatter the fraction reached. On
-    a CPU it is measured with the threads torch is set to (`torch.get_num_threads`).
+    and write one number. The fastest pass of all of them counts: other work on the machine only
+    makes passes slower, and a limit set too low would flatter the fraction reached. On a CPU it is
+    measured with the threads torch is set to (`torch.get_num_threads`).
 
     Args:
         device: a CPU or a CUDA device.
@@ -37,48 +36,38 @@ def measure_read_bandwidth(
     import torch
 
     device = torch.device(device)
+    on_cpu = device.type == "cpu"
     if buffer_bytes is None:
-        on_cpu = device.type == "cpu"
         buffer_bytes = max(_CPU_BYTES, _CPU_CACHES * _l3_bytes()) if on_cpu else _CUDA_BYTES
-    pattern_bytes = 4 * _PATTERN_FLOATS
-
     # Generating random numbers is far slower than reading them: a pattern, over and over.
     pattern = torch.rand(_PATTERN_FLOATS, dtype=torch.float32, device=device)
-    floats = pattern.repeat(buffer_bytes // pattern_bytes)
+    floats = pattern.repeat(buffer_bytes // (4 * _PATTERN_FLOATS))
     integers = floats.view(torch.int64)
     readers: tuple[Callable[[], torch.Tensor], ...] = (
         lambda: floats.sum(),
         lambda: integers.sum(),
         lambda: torch.linalg.vector_norm(floats),
     )
-    seconds_of_pass = _seconds_on_cpu if device.type == "cpu" else _seconds_on_cuda
+
+    def seconds_of_pass(read: Callable[[], torch.Tensor]) -> float:
+        if on_cpu:
+            started = time.perf_counter()
+            read()
+            return time.perf_counter() - started
+        with torch.cuda.device(device):  # events around several passes hide their launches
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            for _ in range(_PASSES_PER_EVENT):
+                read()
+            end.record()
+            end.synchronize()
+            return float(start.elapsed_time(end)) / 1e3 / _PASSES_PER_EVENT
+
     for read in readers:
         read()  # faults in pages, starts threads, loads kernels
-    # The readers take turns, so that whatever disturbs the machine for a while spares none of them.
-    fastest = min(seconds_of_pass(read, device) for _ in range(repeats) for read in readers)
+    # Interleaved, so that a disturbance of the machine spares no reader.
+    fastest = min(seconds_of_pass(read) for _ in range(repeats) for read in readers)
     return floats.numel() * floats.element_size() / fastest
-
-
-def _seconds_on_cpu(read: "Callable[[], torch.Tensor]", device: "torch.device") -> float:
-    """The time of one pass."""
-    started = time.perf_counter()
-    read()
-    return time.perf_counter() - started
-
-
-def _seconds_on_cuda(read: "Callable[[], torch.Tensor]", device: "torch.device") -> float:
-    """The time of one pass by CUDA events, around several so that their launches stay hidden."""
-    import torch
-
-    with torch.cuda.device(device):
-        start = torch.cuda.Event(enable_timing=True)
-        end = torch.cuda.Event(enable_timing=True)
-        start.record()
-        for _ in range(_PASSES_PER_EVENT):
-            read()
-        end.record()
-        end.synchronize()
-        return float(start.elapsed_time(end)) / 1e3 / _PASSES_PER_EVENT
 
 
 def _l3_bytes() -> int:

@@ -3,9 +3,6 @@
 NVML is the driver's own library; `pynvml` (nvidia-ml-py, the extra "nvml") is imported when a
 device is first read. Values that are unavailable (no package, no driver, a query that the card
 does not support) are None, never an error.
-
-CUDA numbers the devices that `CUDA_VISIBLE_DEVICES` leaves, NVML all of them, so a device is looked
-up by its address on the PCI bus, which the slices of a card share.
 """
 
 from __future__ import annotations
@@ -20,25 +17,15 @@ __all__ = ["CLOCKS", "DeviceMonitor", "describe_throttling", "watch"]
 
 CLOCKS: Final = ("driver", "max_sm_mhz", "max_memory_mhz")
 """What `DeviceMonitor.describe` returns."""
-
 CLOCK_TOLERANCE: Final = 0.05
 """Relative change of the SM clock that a measurement tolerates without a warning."""
-
+_IDLE: Final = "gpu_idle"
 _REASONS: Final = (
-    "gpu_idle",
-    "applications_clocks_setting",
-    "sw_power_cap",
-    "hw_slowdown",
-    "sync_boost",
-    "sw_thermal_slowdown",
-    "hw_thermal_slowdown",
-    "hw_power_brake_slowdown",
-    "display_clock_setting",
-    "board_limit",
-    "reliability",
+    *(_IDLE, "applications_clocks_setting", "sw_power_cap", "hw_slowdown", "sync_boost"),
+    *("sw_thermal_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown"),
+    *("display_clock_setting", "board_limit", "reliability"),
 )
 """Bits of NVML's clocks event reasons (`nvmlClocksEventReasons` of nvml.h), from the lowest."""
-_IDLE: Final = "gpu_idle"
 _HARMLESS: Final = frozenset({_IDLE, "applications_clocks_setting"})
 """Clocks that are low because nothing runs, or as the user set them."""
 
@@ -62,6 +49,8 @@ class DeviceMonitor:
             import pynvml as nvml
         except ImportError:
             return None
+        # CUDA numbers the devices that CUDA_VISIBLE_DEVICES leaves, NVML all of them; slices of a
+        # card share its address on the PCI bus.
         properties: Any = torch.cuda.get_device_properties(device)  # stubs lack the PCI address
         place = properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id
         try:
@@ -76,19 +65,22 @@ class DeviceMonitor:
 
         `sm_mhz` and `memory_mhz`: clocks; `power_w` and `power_limit_w`: average draw as reported
         by the driver, and enforced limit; `temperature_c`; `reasons`: names of NVML's reasons for
-        lower clocks.
+        lower clocks, or the number of a bit without a name.
         """
         nvml, query = self._nvml, self._query
         power = query("nvmlDeviceGetPowerUsage")
         limit = query("nvmlDeviceGetEnforcedPowerLimit")
         bits = query("nvmlDeviceGetCurrentClocksEventReasons")
+        names = dict(enumerate(_REASONS))
         return {
             "sm_mhz": query("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM),
             "memory_mhz": query("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_MEM),
             "power_w": None if power is None else power / 1e3,
             "power_limit_w": None if limit is None else limit / 1e3,
             "temperature_c": query("nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU),
-            "reasons": None if bits is None else _names(bits),
+            "reasons": None
+            if bits is None
+            else [names.get(i, f"reason_{1 << i:#x}") for i in range(64) if bits >> i & 1],
         }
 
     def describe(self) -> dict[str, Any]:
@@ -129,12 +121,3 @@ def describe_throttling(before: Mapping[str, Any], after: Mapping[str, Any]) -> 
     if first and last and _IDLE not in reasons and abs(last - first) > CLOCK_TOLERANCE * first:
         parts.append(f"the SM clock went from {first} to {last} MHz")
     return "; ".join(parts) or None
-
-
-def _names(bits: int) -> list[str]:
-    """The names of the bits that are set, from the lowest; the number where a bit has no name."""
-    return [
-        _REASONS[position] if position < len(_REASONS) else f"reason_{1 << position:#x}"
-        for position in range(bits.bit_length())
-        if bits >> position & 1
-    ]

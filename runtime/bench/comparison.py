@@ -1,40 +1,22 @@
 """Two runs of steady, case by case: ratios of their times, and bounds from their noise.
 
-The repetitions of a case differ by more than the steps within one: what disturbs a machine lasts
-longer than a step. So a repetition counts as one observation, its median, and the bounds of a ratio
-come from the least and the greatest of them:
-
-    low  = min(new) / max(old)        high = max(new) / min(old)
-
-where `old` and `new` are the medians of the repetitions and the median of all steps, so that the
-ratio of the latter lies between. The least and the greatest of k independent observations have the
-true median between them with probability 1 - 2^(1 - k), whatever its distribution: all k lie on one
-side of it with probability 2 * 2^-k (David and Nagaraja, "Order Statistics", 3rd edition, section
-7.1). If that holds for both runs, the bounds have the true ratio between them, so they do with
-at least (1 - 2^(1 - k_old)) * (1 - 2^(1 - k_new)), the `confidence`.
+What disturbs a machine lasts longer than a step, so a repetition counts as one observation, its
+median. The bounds of a ratio are the least and the greatest ratio of these medians; how often they
+hold is in docs/benchmarking.md (David and Nagaraja, "Order Statistics", 3rd edition, section 7.1).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...profiling.markdown import aligned
 from ..errors import StepgraphError
 
-__all__ = [
-    "KEYS",
-    "SCHEMA_VERSION",
-    "Ratio",
-    "ResultsError",
-    "compare",
-    "comparison_text",
-    "confidence",
-    "failure",
-    "read_results",
-]
+__all__ = ["KEYS", "SCHEMA_VERSION", "Ratio", "ResultsError", "compare", "comparison_text"]
+__all__ += ["confidence", "failure", "read_results"]
 
 SCHEMA_VERSION = 1
 """Of the document."""
@@ -61,7 +43,10 @@ class ResultsError(StepgraphError, ValueError):
 
 
 def confidence(old: int, new: int) -> float:
-    """Return the least probability that bounds from these numbers of repetitions hold."""
+    """Return the least probability that bounds from these numbers of repetitions hold.
+
+    All k observations lie on one side of their true median with probability 2 * 2^-k.
+    """
     return (1 - 2.0 ** (1 - old)) * (1 - 2.0 ** (1 - new))
 
 
@@ -73,17 +58,29 @@ def read_results(path: Path) -> dict[str, Any]:
             steady, two of one case, or numbers that cannot be times.
     """
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-        _check_document(document)
+        document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if document["schema_version"] != SCHEMA_VERSION:
+            raise ValueError(f"it has no schema_version {SCHEMA_VERSION}: measure it again")
+        document["environment"].get("device")
+        keys = [_key(case) for case in document["cases"]]
+        for case in document["cases"]:
+            times = [case["step_ms"]["p50"], *case["repetition_ms"]]
+            in_range = case["step_ms"]["n"] >= 1 and all(_MIN_MS <= ms <= _MAX_MS for ms in times)
+            if len(times) < 2 or not in_range:
+                raise ValueError("it has no times of steps")
+        if not keys:
+            raise ValueError("it has no cases: only results of --scenario steady can be compared")
+        if any(key in keys[:number] for number, key in enumerate(keys)):
+            raise ValueError("it has a case twice")
+        return document
     except OSError as error:
         reason = error.strerror or str(error)
     except (RecursionError, UnicodeDecodeError, json.JSONDecodeError):
         reason = "it is not JSON"
+    except (AttributeError, KeyError, TypeError) as error:
+        reason = f"it has no valid results of --scenario steady: {error!r:.80}"
     except ValueError as error:
         reason = str(error)
-    else:
-        result: dict[str, Any] = document
-        return result
     raise ResultsError(f"cannot compare with {path}: {reason}")
 
 
@@ -130,16 +127,25 @@ def comparison_text(old: Entry, new: Entry, names: Sequence[object], limit: floa
     """
     ratios = compare(old, new)
     lines = [f"{names[1]} against {names[0]}: ratios of times, below 1 is faster", ""]
-    notes: list[str] = []
+    notes = [] if ratios else ["No case is in both."]
     if ratios:
         hidden = {k for k in _HIDDEN_IF_EQUAL if len({ratio.case[k] for ratio in ratios}) == 1}
         keys = [key for key in KEYS if key not in hidden]
         cells = [[*(str(r.case[key]) for key in keys), *_cells(r, limit)] for r in ratios]
         head = [*(_HEADS.get(key, key) for key in keys), *_COLUMNS]
         lines += [*aligned(head, cells, len(_TEXT)), ""]
-        notes += _bounds(ratios)
-    else:
-        notes.append("No case is in both.")
+    counts = [ratio.repetitions for ratio in ratios]
+    known = [confidence(*pair) for pair in counts if min(pair) >= MIN_REPETITIONS]
+    if known:
+        notes.append(
+            f"Bounds: the extreme medians of the repetitions; they hold with {min(known):.0%} or"
+            " more for noise that varies between the repetitions of one run."
+        )
+    if len(known) < len(ratios):
+        notes.append(
+            f"Too few to compare: fewer than {MIN_REPETITIONS} repetitions on one side"
+            f" (--num-iters {MIN_REPETITIONS} or more)."
+        )
     common = [ratio.case for ratio in ratios]
     for name, document in zip(names, (old, new), strict=True):
         alone = [key for key in map(_key, document["cases"]) if key not in common]
@@ -187,44 +193,7 @@ def _cells(ratio: Ratio, limit: float | None) -> tuple[str, ...]:
     )
 
 
-def _bounds(ratios: Sequence[Ratio]) -> Iterator[str]:
-    """Yield how far the bounds can be trusted, and why some ratios have none."""
-    counts = [ratio.repetitions for ratio in ratios]
-    known = [confidence(*pair) for pair in counts if min(pair) >= MIN_REPETITIONS]
-    if known:
-        yield (
-            f"Bounds: the extreme medians of the repetitions; they hold with {min(known):.0%} or"
-            " more for noise that varies between the repetitions of one run."
-        )
-    if len(known) < len(ratios):
-        yield (
-            f"Too few to compare: fewer than {MIN_REPETITIONS} repetitions on one side"
-            f" (--num-iters {MIN_REPETITIONS} or more)."
-        )
-
-
 def _describe(case: Mapping[str, Any]) -> str:
     dtypes = dict.fromkeys(case[key] for key in ("dtype", "weight_dtype", "kv_dtype"))
     sizes = [f"{_HEADS.get(k, k)} {case[k]}" for k in KEYS if k not in _TEXT]
     return f"{case['model']} {' '.join(dtypes)} {case['mode']} {case['device']}, {', '.join(sizes)}"
-
-
-def _check_document(document: Any) -> None:
-    """Raise `ValueError` unless a document has results of steady that can be compared."""
-    try:
-        version, cases = document["schema_version"], document["cases"]
-        if type(version) is not int or version != SCHEMA_VERSION:
-            raise ValueError(f"it has no schema_version {SCHEMA_VERSION}: measure it again")
-        document["environment"].get("device")
-        keys = [_key(case) for case in cases]
-        for case in cases:
-            times = [case["step_ms"]["p50"], *case["repetition_ms"]]
-            in_range = case["step_ms"]["n"] >= 1 and all(_MIN_MS <= ms <= _MAX_MS for ms in times)
-            if len(times) < 2 or not in_range:
-                raise ValueError("it has no times of steps")
-    except (AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"it has no valid results of --scenario steady: {error!r:.80}") from error
-    if not keys:
-        raise ValueError("it has no cases: only results of --scenario steady can be compared")
-    if any(key in keys[:number] for number, key in enumerate(keys)):
-        raise ValueError("it has a case twice")
