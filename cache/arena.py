@@ -1,17 +1,18 @@
-"""The tensors that hold all keys and values, at addresses that never change."""
+"""The memory that holds all keys and values, at addresses that never change."""
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, Literal
 
 import torch
 
 from .blocks import NULL_BLOCK
-from .spec import LayerGroup, LayerSpec
+from .spec import LayerGroup, PagedState, layouts
 
-__all__ = ["SCALE_BYTES", "Arena", "HostArena", "Storage"]
+__all__ = ["SCALE_BYTES", "Arena", "HostArena", "Storage", "arena_views"]
 
 Storage = Literal["model", "int8", "fp8"]
 """How keys and values are stored: in the model's dtype, or as 8-bit numbers with a bfloat16 scale
@@ -27,27 +28,46 @@ BlockPair = tuple[int, int]
 """(source block, destination block) of a copy."""
 
 
-def _block_shape(spec: LayerSpec, block_size: int, storage: Storage) -> tuple[int, ...]:
-    """Shape of one block of one side of one layer."""
+def arena_views(
+    arena: torch.Tensor, counts: Mapping[PagedState, int], block_size: int, storage: Storage
+) -> tuple[torch.Tensor, ...]:
+    """Return the tensor of each of `layouts` in the memory of an `Arena`, in their order."""
+    if len(counts) == 1:
+        return (arena,)
+    shapes = [_shape(*counted, block_size, storage) for counted in counts.items()]
+    sizes = [math.prod(shape) for shape in shapes]
+    num_blocks = arena.numel() // sum(sizes)
+    parts = arena.split([num_blocks * size for size in sizes])
+    return tuple(
+        part.view(*shape[:2], num_blocks, *shape[3:])
+        for part, shape in zip(parts, shapes, strict=True)
+    )
+
+
+def _shape(layout: PagedState, count: int, block_size: int, storage: Storage) -> tuple[int, ...]:
+    """Shape of `count` layers of a layout, with one block."""
+    sides = (count, layout.sides, 1, layout.heads)
     if storage == "model":
-        return (spec.num_kv_heads, block_size, spec.head_dim)
-    return (spec.num_kv_heads, block_size * (spec.head_dim + spec.scale_bytes))
+        return (*sides, block_size, layout.head_dim)
+    return (*sides, block_size * (layout.head_dim + SCALE_BYTES[storage]))
 
 
 class Arena:
     """One allocation for all layers, blocks and heads.
 
-    In the model's dtype its shape is `[layers_per_group, sides, num_blocks, kv_heads, block_size,
-    head_dim]`. The two sides are keys and values; latent attention has one side. A quantised arena
-    has bytes, `[layers_per_group, sides, num_blocks, kv_heads, block_size * (head_dim + 2)]`: for
-    each head of a block `[block_size, head_dim]` 8-bit numbers, then `block_size` bfloat16 scales.
+    In the model's dtype its shape is `[layers, sides, num_blocks, kv_heads, block_size, head_dim]`
+    with as many layers as a layer group has. The two sides are keys and values; latent attention
+    has one side. A quantised arena has bytes, `[layers, sides, num_blocks, kv_heads, block_size *
+    (head_dim + 2)]`: for each head of a block `[block_size, head_dim]` 8-bit numbers, then
+    `block_size` bfloat16 scales. If layers differ in heads, elements or sides, such tensors of each
+    layout follow each other (`views`).
 
     A block id that a group holds is that block in each of its layers. Layers of different groups at
-    the same index share `arena[index]`, but never a block. Inside a block each head is one
+    the same index share `views[layout][index]`, but never a block. Inside a block each head is one
     contiguous `[block_size, head_dim]`, so a kernel reads the keys of a head in long runs. The slot
     of a token is `block * block_size + offset`.
 
-    Captured steps contain the address, so the tensor is never replaced or resized.
+    Captured steps contain the address, so the memory is never replaced or resized.
 
     Only the null block is initialised, because padding computes with its contents, and 0 * NaN is
     NaN. All other unused slots may contain anything, NaN included. They cannot affect a result:
@@ -66,20 +86,21 @@ class Arena:
         storage: Storage = "model",
     ) -> None:
         """Allocate the arena for groups of `group_layers`; `dtype` is the model's."""
-        spec, layers_per_group = groups[0].spec, len(groups[0].layers)
+        counts = layouts(groups)
+        shapes = [_shape(*counted, block_size, storage) for counted in counts.items()]
+        shape: tuple[int, ...] = (num_blocks * sum(map(math.prod, shapes)),)
+        if len(shapes) == 1:
+            shape = (*shapes[0][:2], num_blocks, *shapes[0][3:])
         element = dtype if storage == "model" else torch.uint8
-        stored = (element.itemsize, SCALE_BYTES[storage])
-        assert stored == (spec.element_bytes, spec.scale_bytes), f"{storage} of {dtype}: {spec}"
         self.storage: Storage = storage
-        shape = (
-            layers_per_group,
-            spec.sides,
-            num_blocks,
-            *_block_shape(spec, block_size, storage),
-        )
+        self.num_blocks = num_blocks
         self.tensor: Final = torch.empty(shape, dtype=element, device=device)
-        """The allocation, contiguous, in the shape of the class docstring."""
-        self.tensor[:, :, NULL_BLOCK].zero_()
+        """The allocation, contiguous: in the shape of the class docstring, or flat if there are
+        several layouts."""
+        self.views = arena_views(self.tensor, counts, block_size, storage)
+        """The tensor of each layout, in the shape of the class docstring."""
+        for view in self.views:
+            view[:, :, NULL_BLOCK].zero_()
 
     @property
     def nbytes(self) -> int:
@@ -91,6 +112,15 @@ class Arena:
         """Device address of the first element, which never changes."""
         return self.tensor.data_ptr()
 
+    def bytes_read(self, groups: Sequence[LayerGroup], context: int) -> int:
+        """Bytes that the newest of `context` tokens reads in all layers of these groups."""
+        elements = sum(
+            group.positions_read(context) * math.prod(_shape(state, 1, 1, self.storage))
+            for group in groups
+            for state in group.states
+        )
+        return elements * self.tensor.itemsize
+
     def copy_blocks(self, pairs: Sequence[BlockPair]) -> None:
         """Copy whole blocks, in all layers. No destination may be a source.
 
@@ -100,17 +130,17 @@ class Arena:
             return
         pinned = self.tensor.is_cuda  # a copy from pageable memory would wait for all earlier work
         ids = torch.tensor(pairs, pin_memory=pinned).to(self.tensor.device, non_blocking=True)
-        block_bytes = self.tensor.nbytes // self.tensor.shape[2]
-        for piece in ids.split(max(1, COPY_BYTES // block_bytes)):
+        for piece in ids.split(max(1, COPY_BYTES * self.num_blocks // self.nbytes)):
             source, destination = piece.unbind(1)
-            self.tensor.index_copy_(2, destination, self.tensor.index_select(2, source))
+            for view in self.views:
+                view.index_copy_(2, destination, view.index_select(2, source))
 
 
 class HostArena:
     """Blocks in host memory (pinned for a CUDA arena) for swapped requests.
 
-    `[num_blocks, layers_per_group, sides, ...]`: a block is contiguous, so that it is transferred
-    in one piece. Copies are asynchronous, on the arena's stream.
+    `[num_blocks, layers, sides, ...]` for each layout of the arena: a block of it is contiguous, so
+    that it is transferred in one piece. Copies are asynchronous, on the arena's stream.
 
     torch's allocator of pinned memory rounds sizes up to a power of two and never frees them. So
     the memory is allocated as pageable, and registered with CUDA until `close`.
@@ -122,9 +152,15 @@ class HostArena:
         Raises:
             RuntimeError: CUDA cannot pin so much memory.
         """
-        self._arena = arena.tensor.transpose(0, 2).transpose(1, 2)
-        shape = (num_blocks, *self._arena.shape[1:])
-        self._tensor = torch.empty(shape, dtype=self._arena.dtype)
+        self.num_blocks = num_blocks
+        blocks_first = [view.movedim(2, 0) for view in arena.views]
+        sizes = [num_blocks * view[0].numel() for view in blocks_first]
+        self._tensor = torch.empty(sum(sizes), dtype=arena.tensor.dtype)
+        self._views = [
+            (device, host.view(num_blocks, *device.shape[1:]))
+            for device, host in zip(blocks_first, self._tensor.split(sizes), strict=True)
+        ]
+        """Of each layout: the arena and the host's memory, blocks first."""
         self._unpin: weakref.finalize[[int], HostArena] | None = None
         if arena.tensor.is_cuda:
             status = torch.cuda.cudart().cudaHostRegister(self.address, self.nbytes, 0)
@@ -148,11 +184,6 @@ class HostArena:
         return self._tensor.nbytes
 
     @property
-    def num_blocks(self) -> int:
-        """Blocks of the host arena."""
-        return self._tensor.shape[0]
-
-    @property
     def address(self) -> int:
         """Host address of the first element."""
         return self._tensor.data_ptr()
@@ -160,9 +191,11 @@ class HostArena:
     def swap_out(self, pairs: Sequence[BlockPair]) -> None:
         """Copy (arena block, host block) from the arena."""
         for block, host_block in pairs:
-            self._tensor[host_block].copy_(self._arena[block], non_blocking=True)
+            for device, host in self._views:
+                host[host_block].copy_(device[block], non_blocking=True)
 
     def swap_in(self, pairs: Sequence[BlockPair]) -> None:
         """Copy (host block, arena block) to the arena."""
         for host_block, block in pairs:
-            self._arena[block].copy_(self._tensor[host_block], non_blocking=True)
+            for device, host in self._views:
+                device[block].copy_(host[host_block], non_blocking=True)

@@ -101,7 +101,7 @@ class KVCache:
         self._pool = BlockPool(num_blocks)
         self._groups = tuple(groups)
         self._windows = [
-            (group.index, group.spec.window) for group in groups if group.spec.window is not None
+            (group.index, group.window) for group in groups if group.window is not None
         ]
         # What each group appends to the hashes of its blocks.
         self._suffixes = [group.index.to_bytes(2, "little") for group in groups]
@@ -145,8 +145,7 @@ class KVCache:
     def most_blocks(self, num_tokens: int) -> int:
         """Maximum blocks, over all groups, that a request of `num_tokens` tokens holds at once."""
         return sum(
-            group.spec.most_blocks(num_tokens, self.block_size, self._chunk)
-            for group in self._groups
+            group.most_blocks(num_tokens, self.block_size, self._chunk) for group in self._groups
         )
 
     def cached_keys(self) -> tuple[CachedKeys, bytes]:
@@ -155,7 +154,7 @@ class KVCache:
         It is the first group with full attention, which has a block for every column of a cached
         prefix; without such a group the first one.
         """
-        full = next((group.index for group in self._groups if group.spec.window is None), 0)
+        full = next((group.index for group in self._groups if group.window is None), 0)
         return self._pool.cached_keys(), self._suffixes[full]
 
     def num_shareable(
@@ -202,8 +201,7 @@ class KVCache:
         found, tables, size = reuse.found, reuse.tables, self.block_size
         stop = min(num_tokens, found.num_tokens + chunk)
         lengths = [
-            self._columns(num_tokens if group.spec.window is None else stop)
-            for group in self._groups
+            self._columns(num_tokens if group.window is None else stop) for group in self._groups
         ]
         if self._needed(num_tokens, lengths, tables) + headroom > self._pool.num_free:
             return None
@@ -266,7 +264,7 @@ class KVCache:
         held, size, chunk = self._held[request_id], self.block_size, 1 if decodes else self._chunk
         columns, growing = self._columns(num_tokens), 0
         for group, table, first in zip(self._groups, held.tables, held.firsts, strict=True):
-            most = group.spec.most_blocks(num_tokens, size, chunk)
+            most = group.most_blocks(num_tokens, size, chunk)
             growing += len(table) - first < most and len(table) < columns
         return growing
 
@@ -395,7 +393,7 @@ class KVCache:
 
     def _first_column(self, group: int, position: int) -> int:
         """First column that the token at `position` reads or writes in a group."""
-        return self._groups[group].spec.first_column(position, self.block_size)
+        return self._groups[group].first_column(position, self.block_size)
 
     def _slides_next(self, held: _Held) -> int:
         """Return the first position at which `slide` frees a block."""
@@ -476,7 +474,7 @@ class KVCache:
         """
         tables: list[list[int]] = [[] for _ in self._groups]
         for group, own in enumerate(self._groups):
-            if own.spec.window is None:
+            if own.window is None:
                 tables[group] = self._found(hashes, range(count), group)
                 count = len(tables[group])
         needing = [group for group, _ in self._windows]
@@ -517,7 +515,7 @@ class KVCache:
         needed = 0
         for group, length, table in zip(self._groups, lengths, tables, strict=True):
             shared = [block for block in table if block != NULL_BLOCK]
-            peak = group.spec.most_blocks(num_tokens, self.block_size, self._chunk)
+            peak = group.most_blocks(num_tokens, self.block_size, self._chunk)
             needed += max(length - len(table), peak - len(shared))
             needed += self._pool.count_free(shared)
         return needed
@@ -530,7 +528,7 @@ class KVCache:
             for table, first in zip(held.tables, held.firsts, strict=True):
                 assert all(block == NULL_BLOCK for block in table[:first])
                 holders.update(table[first:])
-            full = [t for t, g in zip(held.tables, self._groups, strict=True) if not g.spec.window]
+            full = [t for t, g in zip(held.tables, self._groups, strict=True) if not g.window]
             assert len({*map(len, full)}) <= 1, "a request grew in one group and not in another"
             room = min(map(len, held.tables)) * self.block_size
             assert held.room == room, (

@@ -215,7 +215,7 @@ class ModelFootprint:
         weight_bytes: all parameters.
         groups: the layer groups; each has its own block table.
         block_size: slots of a block.
-        drafter_block_bytes: bytes of a block in the arena of a drafter; 0 without one.
+        block_bytes: bytes of a block over all layers of a layer group, a drafter's included.
         max_num_seqs: rows of the decode batch.
         max_model_len: tokens of the longest request, unless the cache holds fewer.
         prefill_chunk: maximum prompt tokens of one step.
@@ -237,10 +237,10 @@ class ModelFootprint:
     weight_bytes: int
     groups: tuple[LayerGroup, ...]
     block_size: int
+    block_bytes: int
     max_num_seqs: int
     max_model_len: int
     prefill_chunk: int
-    drafter_block_bytes: int = 0
     activation_bytes_fixed: int = 0
     activation_bytes_per_token: int = 0
     read_bytes_per_position: int = 0
@@ -252,16 +252,6 @@ class ModelFootprint:
     graph_bytes: int = 0
     host_blocks: int = 0
     host_shared: bool = True
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one block over all layers of a layer group; they are the same in every group.
-
-        A drafter's are included.
-        """
-        group = self.groups[0]
-        own = group.spec.block_bytes(self.block_size) * len(group.layers)
-        return own + self.drafter_block_bytes
 
     @property
     def least_batch_tokens(self) -> int:
@@ -289,7 +279,7 @@ class ModelFootprint:
         In a sliding group these are at most the blocks of its window and a chunk.
         """
         return sum(
-            group.spec.most_blocks(num_tokens, self.block_size, self.prefill_chunk)
+            group.most_blocks(num_tokens, self.block_size, self.prefill_chunk)
             for group in self.groups
         )
 

@@ -17,12 +17,13 @@ from typing import Any
 import torch
 
 from ...cache.arena import Arena
+from ...cache.spec import group_layers
 from ..engine.engine import Engine
-from ..engine.startup import layer_groups
 from ..kernels import RaggedBatch, select_kernels
 from ..loading.loader import open_source, resolve_source
 from ..models.config import ModelConfig
 from ..models.decoder import Decoder, rope_lengths
+from ..models.plan import plan_of
 from ..models.transformers.config import TransformersConfig
 from ..models.transformers.decoder import DecoderModel
 from ..models.transformers.loading import load_decoder
@@ -53,7 +54,7 @@ class TokenCheck:
         """
         config = engine.config
         self._block_size = config.block_size
-        self._groups = layer_groups(engine.model_config, config)
+        self._groups = group_layers(plan_of(engine.model_config).states)
         served = engine.decoder
         kernels = select_kernels(config.device, "eager", config.dtype, config.weights, "torch")
         sizes = kernels, config.dtype, config.device, self._groups, config.storage

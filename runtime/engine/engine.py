@@ -824,7 +824,7 @@ class Engine:
     def kv_bytes_read(self, context: int) -> int:
         """Bytes of the cache that a row of `context` tokens reads in a decode step."""
         context = check_integer("context", context, 0, MAX_COUNT)
-        return sum(group.bytes_read(context) for group in self._open_parts().groups)
+        return self._open_parts().arena.bytes_read(self._open_parts().groups, context)
 
     def stats(self) -> dict[str, Any]:
         """Return counters and sizes, as plain numbers and strings.

@@ -318,7 +318,8 @@ def dependent_launch_failure(
     for case in cases:
         steps.prepare(case)
         held = [steps.arena, *steps.state.tensors().values()]
-        compared = [steps.arena[:, :, NULL_BLOCK + 1 :], *held[1:]]
+        blocks = [view[:, :, NULL_BLOCK + 1 :] for view in steps.views]
+        compared = [*blocks, *held[1:]]
         before = [tensor.clone() for tensor in held]
         step = steps.functions.bind(case.key)
         # Earlier captures are kept until these are made: the pool is freed with its last capture.

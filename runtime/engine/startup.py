@@ -74,7 +74,7 @@ from ..memory.measurement import (
     measure_steps,
 )
 from ..models.config import DecoderConfig, ModelConfig, config_json_name
-from ..models.decoder import Decoder, attention_specs, rope_lengths
+from ..models.decoder import Decoder, rope_lengths
 from ..models.drafters.drafter import Drafter, DrafterConfig
 from ..models.plan import plan_of
 from ..models.resolved_config import ResolvedConfig
@@ -115,7 +115,6 @@ __all__ = [
     "calibrated_speculator",
     "calibrated_step_budget",
     "find_engine_drafter",
-    "layer_groups",
     "make_loop",
     "open_replacement",
     "overwriting",
@@ -154,7 +153,7 @@ def calibrated_step_budget(
         if len(read_blocks) > 1:  # kernels that read the whole width of the tables
             blocks = read_blocks.fit(-(-context // block_size)) or read_blocks.largest
             context = blocks * block_size
-        return sum(group.positions_read(context) for group in groups)
+        return sum(len(group.layers) * group.positions_read(context) for group in groups)
 
     costs = calibrate(
         partial(null_step_seconds, runner, config.max_model_len - 1),
@@ -269,7 +268,7 @@ class FoundDrafter:
 
     def memory(self, kernels: Kernels, engine: ResolvedConfig, hidden_size: int) -> DrafterBytes:
         """Return the memory that it adds to a model of this hidden size."""
-        block = self.layers.spec.block_bytes(engine.block_size) * len(self.layers.layers)
+        block = self._arena(engine, 1, torch.device("meta")).nbytes
         # Hidden states of layers, and what joins them.
         per_token = 2 * len(self.config.aux_layers) * hidden_size * engine.dtype.itemsize
         return DrafterBytes(self.config.weight_bytes(kernels, engine.dtype), block, per_token)
@@ -278,13 +277,14 @@ class FoundDrafter:
         self, drafter: Drafter, engine: ResolvedConfig, num_blocks: int, host_blocks: int
     ) -> DrafterCache:
         """Allocate arenas for as many blocks as the model's arenas have."""
-        own = LayerGroup(0, self.layers.spec, self.layers.layers)
-        arena = Arena(
-            [own], num_blocks, engine.block_size, engine.dtype, engine.device, engine.storage
-        )
+        arena = self._arena(engine, num_blocks, engine.device)
         arena.tensor.zero_()  # what the drafter has not computed reads as zeros
         host = HostArena(arena, host_blocks) if host_blocks else None
         return DrafterCache(drafter, arena, host, self.layers.index)
+
+    def _arena(self, engine: ResolvedConfig, num_blocks: int, device: torch.device) -> Arena:
+        sizes = (num_blocks, engine.block_size)
+        return Arena([self.layers], *sizes, engine.dtype, device, engine.storage)
 
 
 def find_engine_drafter(
@@ -316,9 +316,8 @@ def find_engine_drafter(
             f" num_speculative_tokens = {speculation.num_speculative_tokens} to that"
         )
     # The first layer group with full attention, or the one with the widest window.
-    group = max(groups, key=lambda group: group.spec.window or float("inf"))
-    spec = config.layer_spec(engine.kv_element_bytes, engine.kv_scale_bytes, group.spec.window)
-    return FoundDrafter(config, LayerGroup(group.index, spec, tuple(range(len(config.layers)))))
+    group = max(groups, key=lambda group: group.window or float("inf"))
+    return FoundDrafter(config, config.layer_group(group.index, group.window))
 
 
 def _checkpoint(found: Source, method: str, model: str | None) -> str:
@@ -503,11 +502,6 @@ def checked_kernels(
 RESERVE_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
 
 """Bytes to leave free, for workspaces of libraries and fragmentation."""
-
-
-def layer_groups(model: DecoderConfig, config: ResolvedConfig) -> tuple[LayerGroup, ...]:
-    """Return the layer groups of a model for the cache of a configuration."""
-    return group_layers(attention_specs(model, config.kv_element_bytes, config.kv_scale_bytes))
 
 
 def plan_engine(
@@ -819,7 +813,7 @@ def start_parts(
 ) -> EngineParts:
     """Make the parts of an engine, or of one rank of a group: those that all ranks make."""
     (hits, misses), config = _code_cache(), resolved.user
-    groups = layer_groups(found.config, resolved)
+    groups = group_layers(plan_of(found.config).states)
     found_drafter: FoundDrafter | None = None
 
     def memory_now() -> DeviceMemory:

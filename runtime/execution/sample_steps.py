@@ -20,7 +20,7 @@ from ...graphs.buffers import StaticBuffers
 from ..kernels import Kernels
 from ..kernels.ops.kv_storage import read_blocks, write_blocks
 from ..models.config import ModelConfig
-from ..models.decoder import Decoder, attention_specs
+from ..models.decoder import Decoder, layer_places
 from ..models.plan import fused_layout, model_plan
 from ..models.resolved_config import ResolvedConfig
 from ..request import Request
@@ -177,15 +177,14 @@ class SampleSteps:
         device, size = config.device, config.block_size
         self._block_size, self._storage = size, config.storage
         self._seed = seed
-        specs = attention_specs(model, config.kv_element_bytes, config.kv_scale_bytes)
-        self.groups = group_layers(specs)
+        self.groups = group_layers(model_plan(model).states)
         self.model = Decoder(model, kernels, config.dtype, device, self.groups, config.storage)
         generator = torch.Generator().manual_seed(seed)
         self.model.store(sample_weights(model, config.dtype, device, generator))
         blocks = max(sum(-(-sum(chunk) // size) for chunk in case.chunks) for case in cases)
         count = 2 + blocks * len(self.groups)  # the null block first, a block of NaN last
         arena = Arena(self.groups, count, size, config.dtype, device, config.storage)
-        self.arena = arena.tensor
+        self.arena, self.views = arena.tensor, arena.views
         rows = max(config.max_num_seqs, max(len(case.chunks) for case in cases))
         columns = max(case.key.read_blocks for case in cases)
         self.state = RowState.allocate(
@@ -240,13 +239,15 @@ class SampleSteps:
             self.arena.fill_(float("nan"))
         else:
             self.arena.fill_(255)  # any 8-bit values, with NaN scales
-        self.arena[:, :, 0].zero_()
-        nowhere = self.arena.shape[2] - 1
+        for view in self.views:
+            view[:, :, 0].zero_()
+        nowhere = self.views[0].shape[2] - 1
         tables = torch.full(self.state.block_tables.shape, nowhere, dtype=torch.int32)
         tables[:, self.state.null_row] = 0
+        places = layer_places(self.groups)
         free = iter((torch.randperm(nowhere - 1, generator=generator) + 1).tolist())
         for group in self.groups:
-            window = group.spec.window
+            window = group.window
             slots = []
             for row, (start, count) in enumerate(case.chunks):
                 first = 0 if window is None else max(0, start + 1 - window)
@@ -256,18 +257,19 @@ class SampleSteps:
                 blocks = tables[group.index, row, positions // size].to(torch.int64)
                 slots.append(blocks * size + positions % size)
             slots_S = torch.cat(slots).to(device)
-            shape = (len(slots_S), group.spec.num_kv_heads, group.spec.head_dim)
-            for position in range(len(group.layers)):
-                for side in self.arena[position]:
+            for layer, state in zip(group.layers, group.states, strict=True):
+                shape = (len(slots_S), state.heads, state.head_dim)
+                for side in self.views[places[layer].layout][places[layer].position]:
                     x = torch.randn(shape, generator=numbers, device=device)
                     write_blocks(side, slots_S, x.to(self.model.dtype), size, self._storage)
         self.state.block_tables.copy_(tables)
 
     def stored(self) -> torch.Tensor:
-        """Return all cached vectors except padding; NaN where nothing was written."""
-        blocks = torch.arange(1, self.arena.shape[2], device=self.arena.device)
-        sides = self.arena.flatten(0, 1)
-        return torch.stack([read_blocks(s, blocks, self._block_size, self._storage) for s in sides])
+        """Return all cached vectors except padding, flat; NaN where nothing was written."""
+        blocks = torch.arange(1, self.views[0].shape[2], device=self.arena.device)
+        sides = [side for view in self.views for side in view.flatten(0, 1)]
+        read = [read_blocks(s, blocks, self._block_size, self._storage) for s in sides]
+        return torch.cat([vectors.flatten() for vectors in read])
 
     def close(self) -> None:
         """Release the weights."""

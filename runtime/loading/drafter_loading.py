@@ -228,7 +228,7 @@ def load_drafter(
             tensor-parallel group it is the rank's part; the drafter is whole on each rank.
         kernels: of its operations.
         group: its layers in its arena; `index` is that of the layer group of the target whose block
-            table it uses, `spec` is `DrafterConfig.layer_spec`.
+            table it uses; see `DrafterConfig.layer_group`.
         seed: of the random weights of a preset.
         progress: draw a bar on stderr.
 
@@ -261,7 +261,7 @@ def new_drafter(
     kernels = replace(kernels, collectives=None)  # it has no sums over ranks
     if config.kind in _HEADS:
         return _HEADS[config.kind][1](config, target, kernels, group).eval()
-    plan, device = within_window(config.plan, group.spec.window), target.device
+    plan, device = within_window(config.plan, group.window), target.device
     decoder = Decoder(
         config.model, kernels, target.dtype, device, [group], target.storage, plan=plan
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
 from fractions import Fraction
@@ -10,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from ...cache.arena import Arena
 from ...cache.memory.handler import BufferBytes, ModelFootprint
 from ...cache.spec import LayerGroup
 from ...graphs.buffers import allocated_bytes
@@ -23,7 +23,6 @@ from ..kernels.ops.attention import Attend
 from ..kernels.ops.experts import converted_bytes
 from ..kernels.ops.experts_operator import opaque_experts
 from ..kernels.ops.layer_plan import ModelPlan
-from ..kernels.ops.operation import Operation
 from ..models.config import DecoderConfig
 from ..models.plan import parameter_bytes, plan_of
 from ..models.resolved_config import ResolvedConfig
@@ -89,21 +88,29 @@ def model_footprint(
             len(groups),
         )
 
+    block_bytes = Arena(groups, 1, config.block_size, config.dtype, _META, config.storage).nbytes
+    if drafter is not None:
+        block_bytes += drafter.block
+    if 0 < config.host_cache_bytes < block_bytes:
+        raise ConfigError(
+            f"host_cache_bytes={config.host_cache_bytes} has no room for a block, which takes"
+            f" {block_bytes} bytes: raise it, or set it to 0 for no host cache"
+        )
     on_cpu = config.device.type == "cpu"
     heap = CPU_HEAP_FACTOR if on_cpu else Fraction(1)
     steps = StepSizes.choose(config, kernels).keys()
     plan = plan_of(model)
     layer_weight, head_weight = _unpacked_bytes(plan, kernels, config)
-    attends = [op for op in _computed(plan) if isinstance(op, Attend)]
+    attends = [op for op in plan.operations if isinstance(op, Attend)]
     activations = math.ceil(heap * _activation_bytes(plan, config, len(groups)))
     logits_per_lane = model.vocab_size * _logit_bytes(config) + _own_logits(plan, config)
     verified = config.most_lanes - config.max_num_seqs
-    footprint = ModelFootprint(
+    return ModelFootprint(
         weight_bytes=weight_bytes(plan, kernels, config.dtype)
         + (0 if drafter is None else drafter.weights),
         groups=groups,
         block_size=config.block_size,
-        drafter_block_bytes=0 if drafter is None else drafter.block,
+        block_bytes=block_bytes,
         max_num_seqs=config.max_num_seqs,
         max_model_len=config.max_model_len,
         prefill_chunk=config.prefill_chunk,
@@ -129,40 +136,19 @@ def model_footprint(
         if config.mode == "graph"
         else 0,
         host_buffer_bytes=fitted(_host_bytes),
+        host_blocks=config.host_cache_bytes // block_bytes,
         host_shared=host_shared,
     )
-    return dataclasses.replace(footprint, host_blocks=_host_blocks(config, footprint.block_bytes))
-
-
-def _host_blocks(config: ResolvedConfig, block_bytes: int) -> int:
-    asked = config.host_cache_bytes
-    if 0 < asked < block_bytes:
-        raise ConfigError(
-            f"host_cache_bytes={asked} has no room for a block, which takes {block_bytes} bytes:"
-            " raise it, or set it to 0 for no host cache"
-        )
-    return asked // block_bytes
 
 
 def _activation_bytes(plan: ModelPlan, config: ResolvedConfig, num_groups: int) -> int:
     """Peak of the tensors of one token within a layer."""
     size, eager = config.dtype.itemsize, not config.compiled
-    most = max(op.live_bytes(plan.hidden_size, size, eager=eager) for op in _computed(plan))
+    most = max(op.live_bytes(plan.hidden_size, size, eager=eager) for op in plan.operations)
     most += size * plan.hidden_size * sum(bool(op.writes) for op in plan.operations)
     rotation = 2 * 4 * plan.rope_dim
     indices = 8 * (5 + num_groups)
     return most + rotation + indices
-
-
-def _computed(plan: ModelPlan) -> list[Operation]:
-    """Return the operations of a plan, with the heads that the cache adds to attention."""
-    most = max(op.kv_heads for op in plan.operations if isinstance(op, Attend))
-    return [
-        dataclasses.replace(op, heads=op.heads // op.kv_heads * most, kv_heads=most)
-        if isinstance(op, Attend)
-        else op
-        for op in plan.operations
-    ]
 
 
 def _unpacked_bytes(plan: ModelPlan, kernels: Kernels, config: ResolvedConfig) -> tuple[int, int]:

@@ -7,17 +7,13 @@ that a drafter takes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...cache.arena import Storage
-from ...cache.spec import (
-    LayerGroup,
-    LayerSpec,
-)
+from ...cache.arena import Storage, arena_views
+from ...cache.spec import LayerGroup, layouts
 from ..bounded_repr import bounded_text
 from ..errors import CheckpointError
 from ..kernels import DecodeStep, Experts, Kernels, LayerPlace, PackedMemory, RaggedBatch, Stack
@@ -27,7 +23,6 @@ from ..kernels.cpu.sampling import (
     reference_rotations,
     rotations,
 )
-from ..kernels.ops.attention import Attend
 from ..kernels.ops.layer_plan import BoundModel, LayerPlan, ModelPlan
 from ..kernels.ops.linear import Projection
 from ..kernels.ops.operation import (
@@ -43,7 +38,7 @@ from ..kernels.ops.parameter import Parameter
 from ..operation_scopes import operation
 from ..rope_lengths import UNLIMITED, RopeLengths
 from .config import DecoderConfig, ModelConfig, Rope
-from .plan import model_plan, plan_of, rope_kinds
+from .plan import model_plan, rope_kinds
 from .rope import inverse_frequencies, pair_amplitudes, pair_exponents
 from .sharding import ShardedVocabulary
 
@@ -52,7 +47,6 @@ __all__ = [
     "FrequenciesByLength",
     "Layer",
     "LayerStack",
-    "attention_specs",
     "layer_places",
     "rope_lengths",
 ]
@@ -141,11 +135,10 @@ class Layer(nn.Module):
         plan: LayerPlan,
         kernels: Kernels,
         places: tuple[LayerPlace, ...],
-        kv_heads: int,
         storage: Storage,
     ) -> None:
         super().__init__()
-        to = Binding(self._module, kernels, places, kv_heads, storage)
+        to = Binding(self._module, kernels, places, storage)
         self._operations = [
             (op.name, op.scale if isinstance(op, Residual) else op.bind(to), op.reads, op.writes)
             for op in plan.operations
@@ -183,12 +176,15 @@ class Layer(nn.Module):
 
 
 def layer_places(groups: Sequence[LayerGroup]) -> tuple[LayerPlace, ...]:
-    """Return the place of each spec of `attention_specs` in the arena of these groups."""
-    places = {
-        layer: LayerPlace(group.index, position)
-        for group in groups
-        for position, layer in enumerate(group.layers)
-    }
+    """Return the place of each of a plan's states in the arena of these groups."""
+    places: dict[int, LayerPlace] = {}
+    order = list(layouts(groups))
+    for group in groups:
+        positions = dict.fromkeys(order, 0)
+        for layer, state in zip(group.layers, group.states, strict=True):
+            layout = state.layout
+            places[layer] = LayerPlace(group.index, positions[layout], order.index(layout))
+            positions[layout] += 1
     return tuple(places[layer] for layer in range(len(places)))
 
 
@@ -228,13 +224,14 @@ class LayerStack(nn.Module):
         self.stack: Stack | None = None
         self.embedding_factor = plan.embedding_scale
         self._places = layer_places(groups)
-        places, like = iter(self._places), groups[0].spec
+        self._layouts = layouts(groups)
+        places = iter(self._places)
         self.layers = nn.ModuleList(
             Layer(
                 layer,
                 kernels,
-                tuple(next(places) for op in layer.operations for _ in op.cached(like)),
-                *(like.num_kv_heads, storage),
+                tuple(next(places) for op in layer.operations for _ in op.states),
+                storage,
             )
             for layer in plan.layers
         )
@@ -390,7 +387,8 @@ class LayerStack(nn.Module):
                 return self.stack.run(
                     x_TD, arena, batch, cos_KTE, sin_KTE, aux_layers, embeddings_TD
                 )
-        step = LayerStep(cos_KTE, sin_KTE, arena, batch, embeddings_TD)
+        arenas = arena_views(arena, self._layouts, batch.block_size, self.storage)
+        step = LayerStep(cos_KTE, sin_KTE, arenas, batch, embeddings_TD)
         outputs = []
         for index, layer in enumerate(self.layers):
             with operation("layer", index):
@@ -547,18 +545,3 @@ class Decoder(LayerStack):
                 return logits
             capped = cap_logits if self.runs_natively_on_cpu else reference_cap_logits
             return capped(logits, cap)
-
-
-def attention_specs(
-    config: DecoderConfig, element_bytes: int, scale_bytes: int = 0
-) -> list[LayerSpec]:
-    """Return what the layers store in the cache, in order: one spec each, or as many as they need.
-
-    `element_bytes` is the size of a stored element, `scale_bytes` of the scale of a vector.
-    """
-    plan = plan_of(config)
-    like = replace(
-        plan.attend.spec(element_bytes, scale_bytes, None),
-        num_kv_heads=max(op.kv_heads for op in plan.operations if isinstance(op, Attend)),
-    )
-    return [spec for layer in plan.layers for op in layer.operations for spec in op.cached(like)]

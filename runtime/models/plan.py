@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...cache.spec import PagedState
 from ..kernels import Kernels
 from ..kernels.ops.activation import Activate, ActivationName
 from ..kernels.ops.attention import Attend
@@ -270,6 +271,7 @@ def short_convolution(config: ModelConfig) -> Iterator[Operation]:
         name="convolution",
         weight=Parameter("conv.kernel.weight", (Source("conv.conv.weight", shape),)),
         bias=bias if config.conv_bias else None,
+        state=PagedState(config.num_kv_heads, config.head_dim, config.conv_taps),
     )
     yield linear("conv.output", output, hidden, biased)
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from ...cache.arena import SCALE_BYTES, Storage
+from ...cache.arena import Storage
 from ...graphs.buckets import Buckets, default_row_buckets, default_token_buckets
 from ..bounded_repr import bounded_repr
 from ..config import DEFAULT_MEMORY_FRACTION, EngineConfig, Speculation
@@ -143,11 +143,6 @@ class ResolvedConfig(EngineConfig):
     def kv_element_bytes(self) -> int:
         """Bytes of one element of a stored key or value."""
         return self.dtype.itemsize if self.storage == "model" else 1
-
-    @property
-    def kv_scale_bytes(self) -> int:
-        """Bytes of the scale of one stored key or value vector."""
-        return SCALE_BYTES[self.storage]
 
     def fit_to_cache(self, *, max_model_len: int, max_batch_tokens: int) -> ResolvedConfig:
         """Return the configuration with the sizes that the cache has room for.

@@ -11,10 +11,12 @@ from pathlib import Path
 
 import torch
 
+from ...cache.arena import Arena
 from ...cache.memory.device_memory import DeviceMemory
 from ...cache.memory.handler import MemoryBudget, MemoryBudgetError, format_bytes, plan_memory
+from ...cache.spec import group_layers
 from ..config import MAX_ROWS, EngineConfig
-from ..engine.startup import RESERVE_BYTES, layer_groups, plan_engine, planned_kernels
+from ..engine.startup import RESERVE_BYTES, plan_engine, planned_kernels
 from ..kernels import Kernels, Mode, native_obstacle
 from ..kernels.ops.experts import Experts
 from ..kernels.ops.layer_plan import ModelPlan
@@ -74,9 +76,10 @@ def explain_memory(
             host_available=memory.host_available // ranks,
         )
     kernels = planned_kernels(model, resolved)
-    groups = layer_groups(model, resolved)
+    groups = group_layers(plan_of(model).states)
     plan = plan_engine(model, resolved, kernels, groups, memory)
-    kv = sum(group.spec.slot_bytes * len(group.layers) for group in groups)
+    meta = torch.device("meta")
+    kv = len(groups) * Arena(groups, 1, 1, resolved.dtype, meta, resolved.storage).nbytes
     return "\n".join(
         [
             f"{source} in {describe_stored(resolved)}, on {place}, {resolved.mode}, "
@@ -180,7 +183,7 @@ def _answers(
     def fits(rows: int, tokens: int) -> bool:
         """Whether `rows` requests of `tokens` tokens fit together, with full prefill chunks."""
         changed = dataclasses.replace(config, max_num_seqs=rows, max_model_len=tokens, buckets=None)
-        groups = layer_groups(model, changed)
+        groups = group_layers(plan_of(model).states)
         footprint = model_footprint(
             model, changed, kernels, groups, host_shared=memory.shared_with_os
         )

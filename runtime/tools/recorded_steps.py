@@ -14,11 +14,11 @@ from pathlib import Path
 import torch
 
 from ...cache.arena import Arena
-from ...cache.spec import LayerGroup
+from ...cache.spec import LayerGroup, group_layers
 from ...graphs.buckets import Buckets
 from ...graphs.buffers import TensorSpec
 from ..config import EngineConfig
-from ..engine.startup import find_engine_drafter, layer_groups
+from ..engine.startup import find_engine_drafter
 from ..execution.inputs import DraftInputs, RowState, StepInputs
 from ..execution.step_functions import DraftStep, StepFunctions
 from ..execution.step_key import StepKey, StepSizes
@@ -30,7 +30,7 @@ from ..loading.drafter_loading import new_drafter
 from ..loading.loader import Source, resolve_source
 from ..models.decoder import Decoder
 from ..models.drafters.drafter import DraftModel
-from ..models.plan import fused_layout, model_plan
+from ..models.plan import fused_layout, model_plan, plan_of
 from ..models.resolved_config import ResolvedConfig
 from .memory_report import resolve_absent
 
@@ -132,7 +132,7 @@ def _name(key: StepKey) -> str:
 def _functions(found: Source, config: ResolvedConfig, prefill_tokens: int) -> StepFunctions:
     """Return the steps of an engine, with tensors and weights that have no memory."""
     model = found.native
-    groups = layer_groups(model, config)
+    groups = group_layers(plan_of(model).states)
     kernels = select_kernels("cuda", config.mode, config.dtype, config.weights, config.kernels)
     if config.batch_invariant:
         kernels = batch_invariant_kernels(kernels)
@@ -194,6 +194,6 @@ def _drafting(
     weights = {p.name: TensorSpec(p.shape, config.dtype) for p in drafter.config.parameters}
     module = absent.decoder if isinstance(absent, DraftModel) else absent
     module.store(_absent(weights).items())
-    group = LayerGroup(0, drafter.layers.spec, drafter.layers.layers)
+    group = dataclasses.replace(drafter.layers, index=0)
     arena = Arena([group], _BLOCKS, config.block_size, config.dtype, _META, config.storage)
     return DraftStep(absent, arena.tensor, state, config.block_size)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from ...cache.arena import SCALE_BYTES
 from ...profiling.kernel_names import OperationCost
 from ...profiling.markdown import aligned
 from ..config import EngineConfig
@@ -80,7 +81,7 @@ def stored_sizes(config: ResolvedConfig, head_dim: int) -> StoredSizes:
     return StoredSizes(
         matrix_bytes=lambda n, k: config.weights.nbytes(n, k, config.dtype),
         element_bytes=config.dtype.itemsize,
-        kv_vector_bytes=head_dim * config.kv_element_bytes + config.kv_scale_bytes,
+        kv_vector_bytes=head_dim * config.kv_element_bytes + SCALE_BYTES[config.storage],
     )
 
 

@@ -24,9 +24,8 @@ from hypothesis.stateful import (
 )
 from stepgraph.cache.blocks import PrefixHashes
 from stepgraph.cache.kv_cache import KVCache
-from stepgraph.cache.spec import LayerGroup
 
-from ..rigs.cache_rig import Job, Memory, Plan, brute_force_match, record_allocations, spec
+from ..rigs.cache_rig import Job, Memory, Plan, brute_force_match, layer_group, record_allocations
 
 MOST_TOKENS = 40
 RARELY = st.sampled_from([False] * 5 + [True])
@@ -50,7 +49,7 @@ class CacheMachine(RuleBasedStateMachine):
         chunk: int,
         host_blocks: int,
     ) -> None:
-        groups = [LayerGroup(i, spec(window), (i,)) for i, window in enumerate(windows)]
+        groups = [layer_group(i, window) for i, window in enumerate(windows)]
         self.windows = windows
         self.cache = KVCache(groups, num_blocks, block_size, chunk=chunk, host_blocks=host_blocks)
         self.longest = max(

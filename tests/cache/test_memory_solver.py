@@ -18,7 +18,8 @@ from stepgraph.cache.memory.handler import (
     ModelFootprint,
     plan_memory,
 )
-from stepgraph.cache.spec import LayerGroup, LayerSpec
+
+from ..rigs.cache_rig import layer_group
 
 
 def sizes(most: int) -> st.SearchStrategy[int]:
@@ -26,24 +27,8 @@ def sizes(most: int) -> st.SearchStrategy[int]:
 
 
 @st.composite
-def layer_groups(draw: st.DrawFn) -> tuple[LayerGroup, ...]:
-    """Groups of equal bytes: full and sliding in any mixture, or latent."""
-    elements = (draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([0, 2])))
-    layers = draw(st.integers(1, 40))
-    if draw(st.integers(0, 5)) == 0:
-        specs = [LayerSpec(1, draw(st.integers(1, 600)), *elements, sides=1)]
-    else:
-        heads, width = draw(st.integers(1, 16)), draw(st.integers(1, 256))
-        windows = draw(st.lists(st.none() | st.integers(1, 1 << 13), min_size=1, max_size=6))
-        specs = [LayerSpec(heads, width, *elements, window) for window in windows]
-    return tuple(
-        LayerGroup(i, spec, tuple(range(i * layers, (i + 1) * layers)))
-        for i, spec in enumerate(specs)
-    )
-
-
-@st.composite
 def footprints(draw: st.DrawFn) -> ModelFootprint:
+    windows = draw(st.lists(st.none() | st.integers(1, 1 << 13), min_size=1, max_size=6))
     aligned, per_block = draw(st.sampled_from([1, 64, 256])), draw(sizes(1 << 12))
 
     def buffers(tokens: int, row_blocks: int) -> int:
@@ -51,8 +36,9 @@ def footprints(draw: st.DrawFn) -> ModelFootprint:
 
     return ModelFootprint(
         weight_bytes=draw(sizes(1 << 40)),
-        groups=draw(layer_groups()),
+        groups=tuple(layer_group(i, window) for i, window in enumerate(windows)),
         block_size=draw(st.sampled_from([1, 4, 7, 16, 32, 256])),
+        block_bytes=draw(st.integers(1, 1 << 26)),
         max_num_seqs=draw(st.integers(1, 512)),
         max_model_len=draw(st.integers(1, 1 << 18)),
         prefill_chunk=draw(st.integers(1, 1 << 12)),
@@ -72,7 +58,7 @@ def footprints(draw: st.DrawFn) -> ModelFootprint:
 
 def written_out(f: ModelFootprint, blocks: int, tokens: int, reserve: int) -> int:
     """The bytes of a plan, independently of how the handler writes them."""
-    held = [g.spec.most_blocks for g in f.groups]
+    held = [g.most_blocks for g in f.groups]
     longest = bisect_left(  # the longest request that fits alone
         range(1, f.max_model_len + 1),
         max(blocks, 1),
@@ -84,12 +70,11 @@ def written_out(f: ModelFootprint, blocks: int, tokens: int, reserve: int) -> in
     of_prefill = chunk * f.activation_bytes_per_token + positions * f.read_bytes_per_position
     of_decode = f.max_num_seqs * f.activation_bytes_per_token
     of_decode += f.max_num_seqs * positions * f.read_bytes_per_position
-    block = f.groups[0].spec.slot_bytes * f.block_size * len(f.groups[0].layers)
     buffers = f.static_bytes(chunk, row_blocks)
-    on_host = f.host_blocks * block + buffers
+    on_host = f.host_blocks * f.block_bytes + buffers
     return (
         f.weight_bytes
-        + block * blocks
+        + f.block_bytes * blocks
         + buffers
         + f.activation_bytes_fixed
         + max(of_prefill, of_decode)
@@ -217,20 +202,19 @@ def test_budget_of_context(footprint: ModelFootprint, tokens: int) -> None:
 
 def hybrid(**changes: int) -> ModelFootprint:
     """Two groups of four layers, one of them sliding over 64 tokens; 16 slots a block."""
-    full, sliding = LayerSpec(2, 32, 2), LayerSpec(2, 32, 2, window=64)
-    groups = (LayerGroup(0, full, (0, 2, 4, 6)), LayerGroup(1, sliding, (1, 3, 5, 7)))
     given_ = {
         "block_size": 16,
+        "block_bytes": 1 << 14,
         "max_num_seqs": 4,
         "max_model_len": 1000,
         "prefill_chunk": 32,
     } | changes
+    groups = (layer_group(0, None, 4), layer_group(1, 64, 4))
     return ModelFootprint(weight_bytes=0, groups=groups, **given_)
 
 
 def test_sliding_groups_are_capped() -> None:
     footprint = hybrid()
-    assert footprint.block_bytes == 4 * 16 * 2 * 2 * 32 * 2
     # 1000 tokens: 63 blocks, and of 63 + 32 tokens that may begin anywhere in a block, 7.
     assert footprint.request_blocks(1000) == 63 + 7
     assert footprint.request_blocks(100) == 7 + 7

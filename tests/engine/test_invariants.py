@@ -256,7 +256,7 @@ def test_tokens_do_not_depend_on_the_cache(
     assert roomy.stats()["cache"]["forks"] > 0
     # Room for the longest sequence: windows leave some of it to others that are decoding.
     longest = max(map(len, prompts)) + NEW_TOKENS
-    blocks = sum(g.spec.most_blocks(longest, block_size, 5) for g in parts_of(roomy).groups)
+    blocks = sum(g.most_blocks(longest, block_size, 5) for g in parts_of(roomy).groups)
     for swaps in (True, False):
         tight = open_engine(
             variant,

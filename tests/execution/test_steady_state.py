@@ -23,17 +23,18 @@ import torch
 from stepgraph import cache, graphs, profiling, runtime
 from stepgraph.cache.arena import Arena
 from stepgraph.cache.kv_cache import KVCache
+from stepgraph.cache.spec import group_layers
 from stepgraph.graphs.library import StepLibrary
 from stepgraph.graphs.steps import EagerStep, Step
 from stepgraph.runtime import EngineConfig, SamplingParams
 from stepgraph.runtime.engine.loop import StepLoop
 from stepgraph.runtime.engine.request_builder import RequestBuilder
-from stepgraph.runtime.engine.startup import layer_groups
 from stepgraph.runtime.execution.outputs import HostOutputs
 from stepgraph.runtime.execution.runner import Runner
 from stepgraph.runtime.execution.step_key import StepKey, StepOutput
 from stepgraph.runtime.kernels import select_kernels
 from stepgraph.runtime.models.decoder import Decoder
+from stepgraph.runtime.models.plan import plan_of
 from stepgraph.runtime.models.resolved_config import ResolvedConfig
 from stepgraph.runtime.sampling.sample_output import SampleOutput
 from stepgraph.runtime.sampling_params import MAX_LOGPROBS
@@ -74,7 +75,7 @@ class HostRig:
             device="cpu", mode="eager", max_num_seqs=rows, block_size=block_size, dtype="float32"
         )
         self.config = config = ResolvedConfig.resolve(user, MODEL)
-        groups = layer_groups(MODEL, config)
+        groups = group_layers(plan_of(MODEL).states)
         kernels = select_kernels(config.device, config.mode, config.dtype)
         model = Decoder(MODEL, kernels, config.dtype, config.device, groups)
         arena = Arena(groups, 2, block_size, config.dtype, config.device)

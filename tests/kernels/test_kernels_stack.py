@@ -25,7 +25,7 @@ from stepgraph.runtime.kernels.weights import INT8, MODEL, WeightStorage
 from stepgraph.runtime.loading.checkpoint import read_config
 from stepgraph.runtime.loading.loader import random_weights
 from stepgraph.runtime.models.config import ModelConfig
-from stepgraph.runtime.models.decoder import Decoder, attention_specs
+from stepgraph.runtime.models.decoder import Decoder
 from stepgraph.runtime.models.plan import model_plan
 from stepgraph.runtime.models.presets import preset
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -296,7 +296,7 @@ def test_compiles_without_breaks_for_any_number_of_tokens() -> None:
 def test_latent_attention_and_other_dtypes_stay_with_the_modules(tiny: Tiny) -> None:
     for variant, dtype in (("deepseek_v3", torch.float32), ("base", torch.float16)):
         config = read_config(tiny(variant).directory)
-        groups = group_layers(attention_specs(config, 4))
+        groups = group_layers(model_plan(config).states)
         decoder = Decoder(config, select_kernels(CPU, "compile", dtype), dtype, CPU, groups)
         decoder.store(random_weights(config, dtype))
         assert decoder.stack is None

@@ -11,7 +11,8 @@ from stepgraph.cache.spec import group_layers
 from stepgraph.runtime import Engine
 from stepgraph.runtime.kernels import select_kernels
 from stepgraph.runtime.loading.checkpoint import read_config
-from stepgraph.runtime.models.decoder import Decoder, attention_specs
+from stepgraph.runtime.models.decoder import Decoder
+from stepgraph.runtime.models.plan import model_plan
 
 from ..rigs.engine_rig import Open, greedy
 from ..rigs.expert_models import EXPERT_VARIANTS
@@ -56,7 +57,7 @@ def test_embeddings_are_those_of_transformers(tiny: Tiny, variant: str, dtype: t
     model = tiny(variant)
     config = read_config(model.directory)
     kernels = select_kernels(CPU, "eager", dtype)
-    decoder = Decoder(config, kernels, dtype, CPU, group_layers(attention_specs(config, 4)))
+    decoder = Decoder(config, kernels, dtype, CPU, group_layers(model_plan(config).states))
     load_weights(decoder, model.directory)
     ids = torch.arange(model.vocab_size)
     with torch.no_grad():

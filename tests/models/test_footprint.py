@@ -31,8 +31,8 @@ from stepgraph.runtime.kernels.weights import FP8, MODEL, STORAGES, WeightStorag
 from stepgraph.runtime.memory.footprint import model_footprint, weight_bytes
 from stepgraph.runtime.memory.measurement import Phase
 from stepgraph.runtime.models.config import ModelConfig
-from stepgraph.runtime.models.decoder import Decoder, attention_specs
-from stepgraph.runtime.models.plan import model_plan
+from stepgraph.runtime.models.decoder import Decoder
+from stepgraph.runtime.models.plan import model_plan, plan_of
 from stepgraph.runtime.models.resolved_config import ResolvedConfig
 from stepgraph.runtime.models.sharding import allowed_ranks
 
@@ -130,7 +130,7 @@ def test_static_buffers_to_the_byte(
         ),
         model,
     )
-    groups = group_layers(attention_specs(model, config.kv_element_bytes, config.kv_scale_bytes))
+    groups = group_layers(plan_of(model).states)
     footprint = model_footprint(model, config, kernels_that(False), groups, host_shared=True)
     fitted = config.fit_to_cache(
         max_model_len=model.max_position_embeddings, max_batch_tokens=tokens

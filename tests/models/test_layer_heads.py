@@ -52,12 +52,21 @@ def model(tmp_path_factory: pytest.TempPathFactory, base: TinyModel) -> Any:
 
 
 @pytest.mark.usefixtures("family")
-@pytest.mark.parametrize(("kv_dtype", "within"), [("auto", 1e-3), ("int8", 0.3)])
-def test_layers_with_other_heads(model: Any, base: TinyModel, kv_dtype: str, within: float) -> None:
+@pytest.mark.parametrize(
+    ("mode", "kv_dtype", "within"),
+    [
+        ("eager", "auto", 1e-3),
+        ("eager", "int8", 0.3),
+        pytest.param("compile", "auto", 1e-3, marks=pytest.mark.slow),
+    ],
+)
+def test_layers_with_other_heads(
+    model: Any, base: TinyModel, mode: str, kv_dtype: str, within: float
+) -> None:
     directory, reference = model
     sizes = {"block_size": 4, "prefill_chunk": 16, "max_num_seqs": 2}
     prompts = base.prompts(40, 3, 17)
-    with opened(directory, kv_dtype=kv_dtype, **sizes) as engine:
+    with opened(directory, kv_dtype=kv_dtype, mode=mode, **sizes) as engine:
         for prompt, output in zip(prompts, engine.generate(prompts, greedy(12)), strict=True):
             ids = [*prompt, *output.token_ids]
             with torch.no_grad():

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from stepgraph.cache.blocks import BlockPool, PrefixHashes
 from stepgraph.cache.kv_cache import Admitted, KVCache, TableChange
-from stepgraph.cache.spec import LayerSpec
+from stepgraph.cache.spec import LayerGroup, PagedState
 
 Content = tuple[int, str, tuple[int, ...]] | None
 """(layer group, salt, all tokens up to the position of the slot); None: nothing."""
@@ -44,8 +44,9 @@ class Plan:
     preempted: list[Job] = field(default_factory=list)
 
 
-def spec(window: int | None) -> LayerSpec:
-    return LayerSpec(num_kv_heads=2, head_dim=8, element_bytes=2, window=window)
+def layer_group(index: int, window: int | None, layers: int = 1) -> LayerGroup:
+    numbers = range(index * layers, (index + 1) * layers)
+    return LayerGroup(index, tuple(numbers), (PagedState(2, 8, window),) * layers)
 
 
 def hashes_of(tokens: Sequence[int], block_size: int, salt: str = "") -> PrefixHashes:

@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from stepgraph.cache.arena import SCALE_BYTES, Arena, Storage
-from stepgraph.cache.spec import LayerGroup, group_layers
+from stepgraph.cache.arena import Arena, Storage
+from stepgraph.cache.spec import group_layers
 from stepgraph.runtime.kernels import Kernels, RaggedBatch, select_kernels
 from stepgraph.runtime.kernels.weights import MODEL, WeightStorage
 from stepgraph.runtime.loading.checkpoint import read_config
 from stepgraph.runtime.loading.drafter_loading import load_drafter
-from stepgraph.runtime.models.decoder import Decoder, attention_specs
+from stepgraph.runtime.models.decoder import Decoder
 from stepgraph.runtime.models.drafters.drafter import (
     Drafter,
     DrafterConfig,
@@ -26,6 +26,7 @@ from stepgraph.runtime.models.drafters.drafter import (
     FollowedTokens,
     NewestTokens,
 )
+from stepgraph.runtime.models.plan import plan_of
 
 from .tiny_models import load_weights
 
@@ -46,7 +47,7 @@ def load_target(
     """A target with the weights of a checkpoint, and its kernels."""
     config = read_config(directory)
     kernels = select_kernels(CPU, mode, dtype, weights)  # type: ignore[arg-type]
-    groups = group_layers(attention_specs(config, dtype.itemsize))
+    groups = group_layers(plan_of(config).states)
     target = Decoder(config, kernels, dtype, CPU, groups)
     load_weights(target, directory)
     return target.eval(), kernels
@@ -66,9 +67,7 @@ class DrafterRig:
         window: int | None = None,
     ) -> None:
         dtype = target.dtype
-        element = dtype.itemsize if storage == "model" else 1
-        spec = config.layer_spec(element, SCALE_BYTES[storage], window)
-        group = LayerGroup(GROUP, spec, tuple(range(len(config.layers))))
+        group = config.layer_group(GROUP, window)
         target.storage = storage
         self.drafter: Drafter = load_drafter(config, target, kernels, group)
         assert self.drafter.weight_bytes == config.weight_bytes(kernels, dtype)

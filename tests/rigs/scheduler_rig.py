@@ -9,7 +9,7 @@ from typing import Any
 
 from stepgraph.cache.blocks import PrefixHashes
 from stepgraph.cache.kv_cache import KVCache
-from stepgraph.cache.spec import LayerGroup, LayerSpec
+from stepgraph.cache.spec import LayerGroup
 from stepgraph.runtime.engine.loop import StepLoop
 from stepgraph.runtime.engine.request_output import RequestOutput
 from stepgraph.runtime.logprobs import PromptLogprobs
@@ -20,7 +20,7 @@ from stepgraph.runtime.scheduling.plan import StepPlan
 from stepgraph.runtime.scheduling.scheduler import Scheduler
 from stepgraph.runtime.scheduling.step_budget import StepBudget
 
-from .cache_rig import is_published, pool_of
+from .cache_rig import is_published, layer_group, pool_of
 from .fake_device import NAN, NO_ROPES, NO_TOKENS, VOCAB, FakeRunner, Windows, oracle
 from .speculation_rig import DeviceDrafts, Guesses, OutputGuesses
 
@@ -29,8 +29,7 @@ MAX_LEN = 40
 
 
 def groups_of(windows: Windows) -> tuple[LayerGroup, ...]:
-    specs = [LayerSpec(1, 8, 4, window=window) for window in windows]
-    return tuple(LayerGroup(i, spec, (i,)) for i, spec in enumerate(specs))
+    return tuple(layer_group(i, window) for i, window in enumerate(windows))
 
 
 class Rig:
@@ -65,7 +64,7 @@ class Rig:
         chunk = min(prefill_chunk, max_batch_tokens)
         groups = groups_of(windows)
         # The shortest request, one token in and one out, has to fit.
-        least = sum(group.spec.most_blocks(2, block_size, chunk) for group in groups)
+        least = sum(group.most_blocks(2, block_size, chunk) for group in groups)
         self.cache = KVCache(
             groups,
             max(usable_blocks, least) + 1,

@@ -16,9 +16,9 @@ from stepgraph.cache.spec import group_layers
 from stepgraph.runtime.kernels import Kernels
 from stepgraph.runtime.loading.loader import random_weights
 from stepgraph.runtime.models.config import ModelConfig
-from stepgraph.runtime.models.decoder import Decoder, attention_specs
+from stepgraph.runtime.models.decoder import Decoder
 from stepgraph.runtime.models.families import FAMILIES
-from stepgraph.runtime.models.plan import fused_layout
+from stepgraph.runtime.models.plan import fused_layout, model_plan
 
 from .tiny_models import BASE, VARIANTS
 
@@ -158,7 +158,7 @@ def tiny_config(variant: str, ranks: int) -> ModelConfig:
 
 def random_decoder(config: ModelConfig, kernels: Kernels, dtype: torch.dtype) -> Decoder:
     """A decoder on the CPU with random weights."""
-    groups = group_layers(attention_specs(config, dtype.itemsize))
+    groups = group_layers(model_plan(config).states)
     decoder = Decoder(config, kernels, dtype, torch.device("cpu"), groups)
     decoder.store(random_weights(config, dtype))
     return decoder

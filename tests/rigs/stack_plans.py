@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from hypothesis import strategies as st
-from stepgraph.cache.arena import SCALE_BYTES, Storage
-from stepgraph.cache.spec import LayerSpec, group_layers
+from stepgraph.cache.arena import Storage
+from stepgraph.cache.spec import group_layers
 from stepgraph.runtime.kernels import (
     DecoderStack,
     Experts,
@@ -28,7 +28,7 @@ from stepgraph.runtime.kernels.ops.operation import LayerStep, Operation, Residu
 from stepgraph.runtime.kernels.ops.parameter import Parameter, Source
 from stepgraph.runtime.kernels.ops.rotation import Rotate
 from stepgraph.runtime.kernels.weights import MODEL, WeightStorage
-from stepgraph.runtime.models.decoder import Layer
+from stepgraph.runtime.models.decoder import Layer, layer_places
 from torch import Tensor, nn
 
 from .expert_cases import expert_operation
@@ -215,7 +215,7 @@ class PlanDecoder(nn.Module):
     ) -> None:
         super().__init__()
         self.layers = nn.ModuleList(
-            Layer(layer, kernels, (place,), plan.attend.kv_heads, storage)
+            Layer(layer, kernels, (place,), storage)
             for layer, place in zip(plan.layers, places, strict=True)
         )
         self.norm = RMSNorm(plan.norm.eps, offset=plan.norm.offset)
@@ -236,7 +236,7 @@ class PlanDecoder(nn.Module):
         cos_KTE, sin_KTE = reference_rotations(batch.positions, self.frequencies)
         if self.stack is not None:
             return self.stack.run(x_TD, arena, batch, cos_KTE, sin_KTE)[0]
-        step = LayerStep(cos_KTE, sin_KTE, arena, batch)
+        step = LayerStep(cos_KTE, sin_KTE, (arena,), batch)
         for layer in self.layers:
             x_TD = layer(x_TD, step)
         normed: Tensor = self.norm(x_TD)
@@ -262,20 +262,8 @@ class PlanRig(Rig):
     ) -> None:
         self.plan, self.dtype, self.storage = plan, dtype, storage
         torch.manual_seed(seed)
-        element_bytes = dtype.itemsize if storage == "model" else 1
-        attends = [layer.attend for layer in plan.layers]
-        specs: list[LayerSpec] = []
-        for attend in attends:
-            sizes = (attend.kv_heads, attend.head_dim, element_bytes, SCALE_BYTES[storage])
-            reach = min(filter(None, (attend.window, attend.chunk)), default=None)
-            specs.append(LayerSpec(*sizes, reach))
-        self.make_cache(group_layers(specs), plan.hidden_size, attends[0].head_dim)
-        places = {
-            layer: LayerPlace(group.index, position)
-            for group in self.groups
-            for position, layer in enumerate(group.layers)
-        }
-        self.places = in_order = tuple(places[layer] for layer in range(len(plan.layers)))
+        self.make_cache(group_layers(plan.states), plan.hidden_size, plan.attend.head_dim)
+        self.places = in_order = layer_places(self.groups)
         self.values = values = {
             p.name: random_tensor(p, dtype) for p in plan.parameters() if p != plan.embedding
         }

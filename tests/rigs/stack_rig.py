@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from stepgraph.cache.arena import SCALE_BYTES, Arena, Storage
+from stepgraph.cache.arena import Arena, Storage
 from stepgraph.cache.spec import LayerGroup, group_layers
 from stepgraph.runtime.kernels import RaggedBatch, select_kernels
 from stepgraph.runtime.kernels.weights import MODEL, WeightStorage
 from stepgraph.runtime.loading.checkpoint import read_config
 from stepgraph.runtime.models.config import ModelConfig
-from stepgraph.runtime.models.decoder import Decoder, attention_specs
+from stepgraph.runtime.models.decoder import Decoder
+from stepgraph.runtime.models.plan import model_plan
 
 from .tiny_models import TinyModel, load_weights
 
@@ -35,8 +36,7 @@ class Rig:
     ) -> None:
         torch.manual_seed(0)
         self.config, self.dtype, self.storage = config, dtype, storage
-        element_bytes = dtype.itemsize if storage == "model" else 1
-        groups = group_layers(attention_specs(config, element_bytes, SCALE_BYTES[storage]))
+        groups = group_layers(model_plan(config).states)
         self.decoder = Decoder(
             config, select_kernels(CPU, "compile", dtype, weights), dtype, CPU, groups, storage
         )

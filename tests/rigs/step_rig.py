@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import cast
 
 import torch
-from stepgraph.cache.arena import SCALE_BYTES, Arena, Storage
+from stepgraph.cache.arena import Arena, Storage
 from stepgraph.cache.spec import group_layers
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.runtime import SamplingParams
@@ -14,7 +14,8 @@ from stepgraph.runtime.execution.inputs import DraftInputs, Int64Array, RowState
 from stepgraph.runtime.execution.step_functions import StepFunctions
 from stepgraph.runtime.kernels import Kernels
 from stepgraph.runtime.models.config import ModelConfig
-from stepgraph.runtime.models.decoder import Decoder, attention_specs
+from stepgraph.runtime.models.decoder import Decoder
+from stepgraph.runtime.models.plan import model_plan
 
 CPU = torch.device("cpu")
 
@@ -61,8 +62,7 @@ class StepRig:
             device: of all tensors.
         """
         generator = torch.Generator().manual_seed(0)
-        element_bytes = dtype.itemsize if storage == "model" else 1
-        groups = group_layers(attention_specs(config, element_bytes, SCALE_BYTES[storage]))
+        groups = group_layers(model_plan(config).states)
         self.decoder = Decoder(config, kernels, dtype, device, groups, storage)
         blocks = 2 + rows * columns * len(groups)
         self.arena = Arena(groups, blocks, block_size, dtype, device, storage).tensor

@@ -276,7 +276,7 @@ def crowded_rig(seed: int, windows: Windows, **options: Any) -> Rig:
     """Room for about two requests, at a time when five have a row."""
     rng = random.Random(seed)
     block_size, chunk = rng.randint(1, 4), rng.randint(2, 6)
-    one = sum(g.spec.most_blocks(20, block_size, chunk) for g in groups_of(windows))
+    one = sum(g.most_blocks(20, block_size, chunk) for g in groups_of(windows))
     return Rig(
         windows=windows,
         usable_blocks=int(one * rng.uniform(1.2, 2.2)),

@@ -90,10 +90,9 @@ def test_all_that_fit_alone_end(windows: Any, in_flight: int) -> None:
     the cache holds one longest sequence, and there are as many rows as one likes.
     """
     block_size = prefill_chunk = 2
-    specs = [group.spec for group in groups_of(windows)]
     rig = Rig(
         windows=windows,
-        usable_blocks=sum(spec.most_blocks(30, block_size, prefill_chunk) for spec in specs),
+        usable_blocks=sum(g.most_blocks(30, block_size, prefill_chunk) for g in groups_of(windows)),
         block_size=block_size,
         prefill_chunk=prefill_chunk,
         in_flight=in_flight,

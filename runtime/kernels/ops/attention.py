@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ....cache.spec import LayerSpec
+from ....cache.spec import PagedState
 from .batch import LayerPlace, RaggedBatch
 from .kv_storage import read_blocks as read_side
 from .kv_storage import write_blocks as write_side
@@ -353,22 +353,10 @@ class Attend(Operation):
     def parameters(self) -> tuple[Parameter, ...]:
         return () if self.sinks is None else (self.sinks,)
 
-    def spec(self, element_bytes: int, scale_bytes: int, window: int | None) -> LayerSpec:
-        """Return what a layer stores of a token in the cache.
-
-        Args:
-            element_bytes: of a stored element.
-            scale_bytes: of the scale of a vector.
-            window: tokens that a token attends to; None: all. Latent attention has no window.
-        """
-        sizes = (self.kv_heads, self.head_dim, element_bytes, scale_bytes)
-        if self.shared_values:
-            return LayerSpec(*sizes, sides=1)
-        return LayerSpec(*sizes, window)
-
-    def cached(self, like: LayerSpec) -> tuple[LayerSpec, ...]:
-        own = self.spec(like.element_bytes, like.scale_bytes, self.reach or None)
-        return (replace(own, num_kv_heads=like.num_kv_heads),)
+    @property
+    def states(self) -> tuple[PagedState, ...]:
+        window = None if self.shared_values else self.reach or None
+        return (PagedState(self.kv_heads, self.head_dim, window, self.sides),)
 
     @property
     def sides(self) -> int:
@@ -383,24 +371,14 @@ class Attend(Operation):
         if self.temperature is not None:
             temper = per_token(to.kernels, partial(tempered, self.temperature))
         constants = (self.scale, self.window, self.softcap, to.storage, self.value_dim, self.chunk)
-        # Where other layers have more heads, heads of zeros follow, which attend to zeros.
-        heads, more = self.heads, to.kv_heads - self.kv_heads
-        more_queries = self.heads // self.kv_heads * more
 
         def run(value: tuple[Tensor, ...], step: LayerStep) -> Tensor:
             q_THE, k_TGE, *values = value
             if temper is not None:
                 q_THE = temper(q_THE, step.batch.positions)
-            sinks_H = None if sinks is None else sinks.weight
-            if more:
-                q_THE = F.pad(q_THE, (0, 0, 0, more_queries))
-                k_TGE, *values = (F.pad(x_TGE, (0, 0, 0, more)) for x_TGE in (k_TGE, *values))
-                sinks_H = None if sinks_H is None else F.pad(sinks_H, (0, more_queries))
-            form = AttentionForm(*constants, sinks_H)
-            v_TGE = values[0] if values else None
-            attended_THE = attention(q_THE, k_TGE, v_TGE, step.arena, place, step.batch, form)
-            if more:
-                attended_THE = attended_THE[:, :heads]
+            form = AttentionForm(*constants, None if sinks is None else sinks.weight)
+            v_TGE, arena = values[0] if values else None, step.arenas[place.layout]
+            attended_THE = attention(q_THE, k_TGE, v_TGE, arena, place, step.batch, form)
             return attended_THE.reshape(q_THE.shape[0], features)
 
         return run

@@ -69,7 +69,9 @@ class LayerPlace(NamedTuple):
     group: int
     """Its layer group: the first coordinate of block tables and slots."""
     position: int
-    """Its position in the group: the first coordinate of the arena."""
+    """Its position in the group: the first coordinate of the arena's tensor."""
+    layout: int = 0
+    """Which of the arena's tensors holds it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from ....cache.spec import PagedState
 from ...errors import ConfigError
 from .attention import Attend
 from .batch import LayerPlace
@@ -116,6 +117,11 @@ class ModelPlan:
     def attend(self) -> Attend:
         """The first attention of its layers."""
         return next(op for op in self.operations if isinstance(op, Attend))
+
+    @property
+    def states(self) -> list[PagedState]:
+        """What the operations of the layers keep, in order."""
+        return [s for layer in self.layers for op in layer.operations for s in op.states]
 
     @property
     def hidden_size(self) -> int:

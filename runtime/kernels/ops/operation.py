@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ....cache.spec import LayerSpec
+from ....cache.spec import PagedState
 from ..choice import Kernels
 from .batch import LayerPlace, RaggedBatch
 from .collectives import Collectives
@@ -60,7 +60,8 @@ class LayerStep(NamedTuple):
     cos: Tensor
     """float32 `[K, T, E / 2]`."""
     sin: Tensor
-    arena: Tensor
+    arenas: tuple[Tensor, ...]
+    """The cache of each layout."""
     batch: RaggedBatch
     embeddings: Tensor | None = None
     """`[T, D]`: the embeddings that `JoinNorms` reads."""
@@ -80,9 +81,7 @@ class Binding(NamedTuple):
     kernels: Kernels
     """Of linear layers and attention."""
     places: tuple[LayerPlace, ...]
-    """In the cache, as many as the layer has specs."""
-    kv_heads: int
-    """Heads of keys and values that the cache stores of each layer."""
+    """In the cache, of each of its states."""
     storage: str
     """How the cache stores vectors."""
 
@@ -169,13 +168,9 @@ class Operation:
             f.name for f in own if f.default is not MISSING and getattr(self, f.name) != f.default
         )
 
-    def cached(self, like: LayerSpec) -> tuple[LayerSpec, ...]:
-        """Return what it stores of each token in the cache.
-
-        Args:
-            like: what the attention layers of the model store, which all specs equal but for the
-                window.
-        """
+    @property
+    def states(self) -> tuple[PagedState, ...]:
+        """What it keeps of a sequence, in the cache."""
         return ()
 
     def bind(self, to: Binding) -> Run:

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ....cache.spec import LayerSpec
+from ....cache.spec import PagedState
 from .kv_storage import write_blocks
 from .operation import Binding, LayerStep, Operation, Run, Vector
 from .parameter import Parameter
@@ -99,6 +99,8 @@ class ShortConv(Operation):
     """`[F, 1, K]`."""
     bias: Parameter | None = None
     """`[F]`, added to the convolution."""
+    state: PagedState
+    """Layout of the layers that hold its inputs, with a window of K tokens."""
 
     @property
     def features(self) -> int:
@@ -118,21 +120,23 @@ class ShortConv(Operation):
     def parameters(self) -> tuple[Parameter, ...]:
         return (self.weight,) if self.bias is None else (self.weight, self.bias)
 
-    def cached(self, like: LayerSpec) -> tuple[LayerSpec, ...]:
-        elements = like.sides * like.num_kv_heads * like.head_dim
-        return (replace(like, window=self.taps),) * math.ceil(self.features / elements)
+    @property
+    def states(self) -> tuple[PagedState, ...]:
+        elements = self.state.sides * self.state.heads * self.state.head_dim
+        return (self.state,) * math.ceil(self.features / elements)
 
     def bind(self, to: Binding) -> Run:
         assert to.storage == "model", "the inputs of a convolution keep the model's dtype"
         conv, places = to.module(self.weight, Vector), to.places
         groups, layers = [p.group for p in places], [p.position for p in places]
+        layout = places[0].layout
 
         def run(value: tuple[Tensor, Tensor, Tensor], step: LayerStep) -> Tensor:
             b_TF, c_TF, x_TF = value
             batch = step.batch
             # Opaque to torch.compile, whose code for these writes and reads of one tensor fails.
             out_TF: Tensor = torch.ops.stepgraph.short_conv.default(
-                *(b_TF * x_TF, conv.weight, conv.bias, step.arena, batch.positions),
+                *(b_TF * x_TF, conv.weight, conv.bias, step.arenas[layout], batch.positions),
                 *(batch.slots, batch.token_rows, batch.block_tables, groups, layers),
             )
             return c_TF * out_TF

@@ -276,7 +276,8 @@ def stack_arguments(
 
 def _add_attention(arguments: OperatorArguments, layer: BoundLayer, block: AttentionBlock) -> None:
     attend, temperature, qk_norm = block.attend, block.attend.temperature, block.qk_norm
-    arguments.integers += [*layer.place, attend.window, attend.chunk, block.rotate.kind]
+    arguments.integers += [layer.place.group, layer.place.position, attend.window, attend.chunk]
+    arguments.integers.append(block.rotate.kind)
     _add_input_norm(arguments, layer, block.input_norm)
     arguments.tensors += layer.linear(block.qkv)
     arguments.integers += [

@@ -27,7 +27,7 @@ from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
 
-from ....cache.spec import LayerGroup, LayerSpec
+from ....cache.spec import LayerGroup
 from ...bounded_repr import bounded_repr
 from ...errors import CheckpointError, ConfigError
 from ...kernels import Kernels, RaggedBatch
@@ -104,16 +104,12 @@ class DrafterConfig:
         """Its layers, each of which has a cache."""
         return self.plan.layers
 
-    def layer_spec(
-        self, element_bytes: int, scale_bytes: int = 0, window: int | None = None
-    ) -> LayerSpec:
-        """Return what each of its layers stores per token.
+    def layer_group(self, index: int, window: int | None = None) -> LayerGroup:
+        """Return its layers as a group.
 
         Args:
-            element_bytes: of a stored element.
-            scale_bytes: of the scale of a stored vector.
-            window: of the layer group of the target whose block table it uses; its layers attend
-                to no more tokens than that.
+            index: of the layer group of the target whose block table it uses.
+            window: of that group; its layers attend to no more tokens than that.
 
         Raises:
             ConfigError: its attention cannot have a window.
@@ -124,7 +120,9 @@ class DrafterConfig:
                 f"the drafter {self.name} has latent attention over all tokens, but all layers of"
                 f" the model have windows of at most {window} tokens: use another drafter"
             )
-        return attend.spec(element_bytes, scale_bytes, window)
+        layers = range(len(self.layers))
+        (state,) = attend.states
+        return LayerGroup(index, tuple(layers), (replace(state, window=window),) * len(layers))
 
     def weight_bytes(self, kernels: Kernels, dtype: torch.dtype) -> int:
         """Return the bytes of its own parameters as the kernels store them."""
@@ -349,7 +347,7 @@ class SharedLayers(LayerStack):
         self, config: DrafterConfig, target: Decoder, kernels: Kernels, group: LayerGroup
     ) -> None:
         """See `load_drafter`; it may share embedding and output projection with `target`."""
-        plan, ropes = within_window(config.plan, group.spec.window), rope_kinds(config.model)
+        plan, ropes = within_window(config.plan, group.window), rope_kinds(config.model)
         device = target.device
         super().__init__(plan, ropes, kernels, target.dtype, device, [group], target.storage)
         self.aux_layers, self.most_drafts = config.aux_layers, config.most_drafts

@@ -245,8 +245,6 @@ class PagedLayer(NamedTuple):
 
     place: LayerPlace
     form: AttentionForm
-    kv_heads: int
-    """Of the cache; a layer with fewer repeats each."""
     head_dim: int
     """Of the cache: the larger one of a key's and a value's elements."""
 
@@ -256,7 +254,8 @@ class PagedStep:
     """Attends call by call of one forward pass: the n-th call is layer n."""
 
     attention: Callable[..., Tensor]
-    arena: Tensor
+    arenas: tuple[Tensor, ...]
+    """The cache of each layout."""
     batch: RaggedBatch
     layers: tuple[PagedLayer, ...]
     calls: int = 0
@@ -280,21 +279,15 @@ class PagedStep:
         with operation("attention"):
             out_THE = self.attention(
                 _tokens_first(query, size),
-                _tokens_first(_repeated(key, layer.kv_heads), size),
-                _tokens_first(_repeated(value, layer.kv_heads), size),
-                self.arena,
+                _tokens_first(key, size),
+                _tokens_first(value, size),
+                self.arenas[layer.place.layout],
                 layer.place,
                 self.batch,
                 form,
             )
         out = out_THE if dim == size else out_THE[..., :dim]
         return out[None]
-
-
-def _repeated(x_1GTE: Tensor, heads: int) -> Tensor:
-    """Return `heads` heads, of which each group of neighbours is one of the given."""
-    count = heads // x_1GTE.shape[1]
-    return x_1GTE if count == 1 else x_1GTE.repeat_interleave(count, dim=1)
 
 
 def _tokens_first(x_1HTE: Tensor, size: int) -> Tensor:

@@ -23,7 +23,7 @@ from ..config import DTYPES, DecoderConfig, check_quantisation, token_ids
 from ..families import read_optional
 from .attention import IMPLEMENTATION, register
 from .library import convertible_parameters, import_transformers, quiet, reason_of
-from .probe import AttentionCall, LinearUse, Probe, common_kv_heads, probe_model
+from .probe import AttentionCall, LinearUse, Probe, probe_model
 
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -117,13 +117,11 @@ def plan_of_probe(model: Any, probe: Probe) -> ModelPlan:
         if name not in replaced and name != embedding.name:
             layer = _layer_of(name, probe.layers)
             others.setdefault(layer, []).append(Source(name, tuple(parameter.shape)))
-    dim = max(max(call.key_dim, call.value_dim) for call in probe.attention)
-    kv_heads = common_kv_heads(probe.attention)
     layers = [
         LayerPlan(
             (
                 *(group.operation() for group in groups if group.layer == index),
-                _attend(call, kv_heads, dim),
+                _attend(call),
                 Opaque(
                     name="other_modules",
                     held=_flat("other_modules", others.get(index, ())),
@@ -159,16 +157,16 @@ def _embedding(model: Any, probe: Probe) -> Parameter:
     return Parameter(name, (Source(name, shape),), viewed_as=viewed_as)
 
 
-def _attend(call: AttentionCall, kv_heads: int, dim: int) -> Attend:
-    """An attention call in a cache of `kv_heads` heads of `dim` elements: shorter ones are padded,
-    fewer repeated."""
+def _attend(call: AttentionCall) -> Attend:
+    """An attention call; the shorter of a key and a value is padded."""
+    dim = max(call.key_dim, call.value_dim)
     sinks = None
     if call.sinks is not None:
         sinks = Parameter(call.sinks, (Source(call.sinks, (call.heads,)),))
     return Attend(
         name="attention",
         heads=call.heads,
-        kv_heads=kv_heads,
+        kv_heads=call.kv_heads,
         head_dim=dim,
         value_dim=dim,
         scale=call.scale,

@@ -9,8 +9,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from ....cache.arena import Storage
-from ....cache.spec import LayerGroup
+from ....cache.arena import Storage, arena_views
+from ....cache.spec import LayerGroup, layouts
 from ...errors import CheckpointError
 from ...kernels import (
     AttentionForm,
@@ -179,6 +179,7 @@ class TransformersDecoder(nn.Module):
         self._base = model.get_submodule(probe.base)
         self._head = head_of(model, probe.base, probe.output)
         self._layers = self.paged_layers(groups, storage)
+        self._layouts = layouts(groups)
         self._current = CurrentStep(model)
 
     @property
@@ -213,7 +214,8 @@ class TransformersDecoder(nn.Module):
 
         `layers` are the layers of `arena`; None: of the groups that the decoder was made for.
         """
-        step = PagedStep(self.kernels.attention, arena, batch, layers or self._layers)
+        arenas = arena_views(arena, self._layouts, batch.block_size, self.storage)
+        step = PagedStep(self.kernels.attention, arenas, batch, layers or self._layers)
         with operation("layers"), self._current.running(step.attend):
             output = self._base(
                 inputs_embeds=x_TD[None], position_ids=batch.positions[None], use_cache=False
@@ -243,7 +245,7 @@ class TransformersDecoder(nn.Module):
                 value_dim=attend.value_dim,
                 chunk=attend.chunk,
             )
-            layers.append(PagedLayer(place, form, attend.kv_heads, attend.head_dim))
+            layers.append(PagedLayer(place, form, attend.head_dim))
         return tuple(layers)
 
     def _replace_linears(self, model: Any) -> None:

@@ -15,7 +15,6 @@ from ...bounded_repr import bounded_text
 from ...errors import CheckpointError
 from ...kernels import Kernels, RaggedBatch
 from ...kernels.result_check import tolerance
-from ..decoder import attention_specs
 from .attention import IMPLEMENTATION, register
 from .config import TransformersConfig, model_class_of
 from .decoder import TransformersDecoder
@@ -101,7 +100,7 @@ def check_against_transformers(decoder: TransformersDecoder) -> None:
 def _of_steps(decoder: TransformersDecoder, ids_T: Tensor) -> Tensor:
     """One row in a small cache of its own."""
     device, dtype = decoder.device, decoder.dtype
-    groups = group_layers(attention_specs(decoder.config, dtype.itemsize))
+    groups = group_layers(decoder.config.plan.states)
     arena = Arena(groups, len(groups) + 1, _BLOCK_SIZE, dtype, device)
     tables = torch.zeros(len(groups), 2, 1, dtype=torch.int32)
     tables[:, 0, 0] = 1 + torch.arange(len(groups))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import math
 import traceback
 import weakref
 from collections import Counter
@@ -43,7 +42,6 @@ __all__ = [
     "AttentionCall",
     "LinearUse",
     "Probe",
-    "common_kv_heads",
     "head_of",
     "probe_model",
     "run_head",
@@ -506,21 +504,7 @@ class _Recorder:
                 f" interface, e.g. {without[0]}: what a state-space, convolution or linear"
                 " attention layer keeps of a sequence is not in the cache"
             )
-        common = common_kv_heads(self.calls)
-        for call in self.calls:
-            if call.heads % common:
-                counts = sorted({call.kv_heads for call in self.calls})
-                raise self.unfit(
-                    f"its layers have {counts} key/value heads; a cache of {common}, in which each"
-                    f" occurs as often as needed, does not divide the {call.heads} heads of"
-                    f" {call.module}"
-                )
         return tuple(self.calls), prefixes
-
-
-def common_kv_heads(calls: Sequence[AttentionCall]) -> int:
-    """Return the key/value heads of a cache for all calls; layers with fewer repeat theirs."""
-    return math.lcm(*(call.kv_heads for call in calls))
 
 
 def layer_prefixes(modules: Sequence[str]) -> tuple[str, ...]:
