@@ -442,7 +442,7 @@ def _invalid_body(error: msgspec.ValidationError) -> HttpError:
     """Return the response to a body that msgspec refuses; `param` is the field that it names."""
     problem, _, where = str(error).partition(" - at ")
     found = re.search(r"`\$\.?([^`]*)`$", where)
-    field = found[1] if found else ""
+    field = found[1].partition("[...]")[0] if found else ""  # msgspec names no keys of dicts
     missing = re.fullmatch(r"Object missing required field `([^`]*)`", problem)
     if missing:
         field = f"{field}.{missing[1]}" if field else missing[1]
