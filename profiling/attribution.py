@@ -1,52 +1,161 @@
 """Names for the kernels inside a replayed graph.
 
 A profiler sees the kernels of a replay without the layers and operations that launched them. They
-are therefore recorded at capture:
+are therefore recorded at capture, as a JSON file next to a trace:
 
     with attribution.recording() as names:
         engine = Engine.from_pretrained(...)    # captures its steps
     names.save("trace.kernels.json")            # next to the trace of a later replay
 
+    {"schema_version": 1, "model": str, "device": str, "bandwidth_gb_s": float|null,
+     "reason": str|null,
+     "steps": [{"phase", "size", "full_sampler",
+                "nodes": [{"layer", "operation", "kind", "kernel"}, ...]}, ...],
+     "costs": [{"operation", "launches", "bytes"}, ...]}
+
 Model code opens a scope for each operation: `with operation("down"):`. At the begin and end of
-every scope the new nodes of the graph under capture are assigned to the innermost scope.
+every scope the new nodes of the graph under capture are assigned to the innermost scope. CUDA lists
+the nodes of a graph in no particular order: those of a scope are sorted so that each comes after
+those it depends on. `nodes_of_replay` assigns the nodes to the kernels of a replay.
 
-CUDA lists the nodes of a graph in no particular order. The nodes of a scope are the nodes that were
-not listed before it, sorted so that each comes after those it depends on.
-
-Neither torch nor CUDA is imported here before a capture is recorded.
+Standard library only; CUDA is imported when a capture is recorded.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import json
 import logging
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
+from dataclasses import asdict, dataclass, field
 from graphlib import TopologicalSorter
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol
 
-from .kernel_names import OTHER, KernelNames, Node, NodeKind, StepNodes
+from .atomic_write import write_file
 from .ranges import NOTHING
 
-__all__ = [
-    "AttributionError",
-    "CudaGraphNodes",
-    "ScopeListener",
-    "StepIdentity",
-    "capturing",
-    "cuda_graph_nodes",
-    "listening",
-    "operation",
-    "recording",
-    "step",
-]
+__all__ = ["OTHER", "SCHEMA_VERSION", "SUFFIX", "AttributionError", "CudaGraphNodes", "DeviceWork"]
+__all__ += ["KernelNames", "NamesFileError", "Node", "NodeKind", "OperationCost", "ScopeListener"]
+__all__ += ["StepIdentity", "StepNodes", "capturing", "cuda_graph_nodes", "listening", "load"]
+__all__ += ["nodes_of_replay", "operation", "recording", "step"]
 
 logger = logging.getLogger("stepgraph.profiling")
+
+SCHEMA_VERSION = 1
+SUFFIX = ".kernels.json"
+"""Suffix of the file; the part before it is the name of the trace."""
+OTHER = "other"
+"""Operation of nodes that were launched outside of every scope."""
+NodeKind = Literal["kernel", "memcpy", "memset", "other"]
 
 
 class AttributionError(RuntimeError):
     """The nodes of a graph cannot be listed; the message names what is missing."""
+
+
+class NamesFileError(ValueError):
+    """A file of kernel names cannot be read. The message names the file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A node of a captured graph."""
+
+    layer: int | None
+    """Index of the layer; None outside of the layers."""
+    operation: str
+    kind: NodeKind
+    kernel: str | None
+    """Name of the device function as the driver has it (C++ names mangled); None: unknown."""
+
+    @property
+    def label(self) -> str:
+        """`layer/operation`, or only the operation outside of the layers."""
+        return self.operation if self.layer is None else f"{self.layer}/{self.operation}"
+
+
+@dataclass(frozen=True, slots=True)
+class StepNodes:
+    """The nodes of one captured step, in the order in which they were captured."""
+
+    phase: str
+    """"decode" or "prefill"."""
+    size: int
+    """The bucket: rows of a decode step, tokens of a prefill step."""
+    full_sampler: bool
+    """Whether it samples more than the greedy token."""
+    nodes: tuple[Node, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OperationCost:
+    """The bytes that an operation must read, in the case that was profiled."""
+
+    operation: str
+    launches: int
+    """Launches per step."""
+    bytes: int
+    """Bytes per launch."""
+
+
+@dataclass(slots=True)
+class KernelNames:
+    """The document: `attribution.recording` fills the steps, the caller the other fields."""
+
+    model: str = ""
+    device: str = ""
+    bandwidth_gb_s: float | None = None
+    """Measured read bandwidth of the device in GB/s (10^9 bytes per second)."""
+    steps: list[StepNodes] = field(default_factory=list)
+    """In the order of their capture."""
+    costs: list[OperationCost] = field(default_factory=list)
+    """May be empty."""
+    reason: str | None = None
+    """Why steps have no nodes."""
+
+    @property
+    def unattributed(self) -> int:
+        """Nodes that were launched outside of every scope."""
+        return sum(node.operation == OTHER for step in self.steps for node in step.nodes)
+
+    def save(self, path: str | Path) -> None:
+        """Write the document: all of it, or nothing. Raises WriteError."""
+        document = {"schema_version": SCHEMA_VERSION, **asdict(self)}
+        write_file(Path(path), json.dumps(document, allow_nan=False, indent=1) + "\n")
+
+
+def load(path: str | Path) -> KernelNames:
+    """Read what `KernelNames.save` wrote.
+
+    Raises:
+        NamesFileError: the file cannot be read, or does not hold kernel names of this version.
+    """
+    try:
+        document = json.loads(Path(path).read_text(encoding="utf-8"))
+        version = document.pop("schema_version")
+        if version != SCHEMA_VERSION:
+            raise ValueError(f"its schema_version is {version!r}, not {SCHEMA_VERSION}")
+        steps = [
+            StepNodes(**step | {"nodes": tuple(Node(**node) for node in step["nodes"])})
+            for step in document.pop("steps")
+        ]
+        costs = [OperationCost(**cost) for cost in document.pop("costs")]
+        return KernelNames(**document, steps=steps, costs=costs)
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise NamesFileError(f"{path}: the kernel names cannot be read: {why}") from error
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise NamesFileError(
+            f"{path} is not a file of kernel names ({error}); such files are written next to a"
+            f" trace and end in {SUFFIX}: record the names again"
+        ) from error
+
+
+# Captures ----------------------------------------------------------------------------------------
 
 
 class StepIdentity(Protocol):
@@ -82,8 +191,7 @@ scope_listener: ScopeListener | None = None
 def recording() -> Iterator[KernelNames]:
     """Record, at each capture on this thread, which operation every node of the graph belongs to.
 
-    Captures take longer, replays do not. If nodes cannot be listed, steps have none, and
-    `names.reason` says why.
+    Captures take longer, replays do not. If nodes cannot be listed, `names.reason` says why.
     """
     names = KernelNames()
     token = _names.set(names)
@@ -249,18 +357,13 @@ def cuda_graph_nodes(stream: int) -> CudaGraphNodes:
 
 
 class CudaGraphNodes:
-    """The graph under capture. Its errors end the attribution, never the capture.
+    """The graph under capture, by the signatures of cuda-bindings 12.8 to 13.x.
 
-    Signatures of cuda-bindings 12.8 to 13.x.
+    Its errors end the attribution, never the capture.
     """
 
     def __init__(self, runtime: Any, driver: Any, stream: int) -> None:
-        """Find the graph that the stream is capturing.
-
-        Args:
-            runtime: `cuda.bindings.runtime`.
-            driver: `cuda.bindings.driver`.
-            stream: its handle.
+        """Find the graph that a stream captures, with the modules of `cuda.bindings`.
 
         Raises:
             AttributionError: the stream captures nothing, or cannot be asked.
@@ -349,3 +452,81 @@ class CudaGraphNodes:
         if status != self._runtime.cudaError_t.cudaSuccess:
             raise AttributionError(f"{name} failed: {getattr(status, 'name', status)}")
         return tuple(results)
+
+
+# Replays -----------------------------------------------------------------------------------------
+
+
+class DeviceWork(NamedTuple):
+    """A kernel, a copy or a fill of a replay."""
+
+    kind: str
+    """"kernel", "memcpy" or "memset"."""
+    name: str
+    """Of the kernel, mangled or not."""
+
+
+def nodes_of_replay(
+    names: KernelNames, work: Sequence[DeviceWork], bucket: int | None = None
+) -> list[Node | None] | None:
+    """Return the node of each piece of work of a replay.
+
+    They are matched by order: a replay in one stream runs its nodes in capture order. All layers
+    have the same kernel names, so a replay that lacks kernels is not matched: any alignment would
+    be a guess.
+
+    Args:
+        names: of all captured steps.
+        work: of one replay, in the order in which it ran.
+        bucket: of the launch; None: any.
+
+    Returns:
+        None if no captured step matches. Work is None where its node is not certain: a node is
+        never given to a kernel of another name.
+    """
+    best: list[Node | None] | None = None
+    most = 0
+    for step in names.steps:
+        if bucket is None or step.size == bucket:
+            matched = _match(step.nodes, work)
+            count = sum(node is not None for node in matched)
+            if count > most:
+                best, most = matched, count
+    return best
+
+
+def _match(nodes: Sequence[Node], work: Sequence[DeviceWork]) -> list[Node | None]:
+    """Return the node of each piece of work; None where that is not certain."""
+    of_kind: dict[str, list[Node]] = {}
+    for node in nodes:
+        of_kind.setdefault(node.kind, []).append(node)
+    left = {}
+    for kind in {one.kind for one in work}:
+        own, known = [one for one in work if one.kind == kind], of_kind.get(kind, [])
+        equal = len(own) == len(known) and all(map(_agree, known, own))
+        left[kind] = iter(known if equal else [None] * len(own))
+    return [next(left[one.kind]) for one in work]
+
+
+def _agree(node: Node, work: DeviceWork) -> bool:
+    """Whether both, of one kind, may be of one function; an unknown name of a node may be any."""
+    if work.kind != "kernel" or node.kernel is None or node.kernel == work.name:
+        return True
+    names = sorted((node.kernel, work.name), key=lambda name: not name.startswith("_Z"))
+    mangled, shown = names[0], function_name(names[1])
+    if mangled.startswith("_Z"):
+        # Identifiers follow their lengths (Itanium C++ ABI, "Mangling").
+        return f"{len(shown)}{shown}" in mangled
+    return function_name(mangled) == shown
+
+
+def function_name(name: str) -> str:
+    """Return the name of a function without namespaces, template arguments and parameters.
+
+    The driver has the mangled name of a C++ kernel, a trace the mangled, the full or the short one.
+
+    >>> function_name("void at::native::(anonymous namespace)::fill<int, 4>(int*, int)")
+    'fill'
+    """
+    plain = re.sub(r"\(anonymous namespace\)::|<unnamed>::", "", name)
+    return re.split(r"[<(]", plain, maxsplit=1)[0].rpartition("::")[2].rpartition(" ")[2]

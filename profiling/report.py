@@ -28,8 +28,8 @@ from typing import Any, Final
 
 from . import ranges
 from .atomic_write import WriteError, write_file
+from .attribution import OTHER, SUFFIX, KernelNames, NamesFileError, load
 from .command_line import CommandParser, print_text
-from .kernel_names import OTHER, SUFFIX, KernelNames, NamesFileError, load
 from .markdown import aligned
 from .nsys import GraphTrace, export_command
 from .ranges import StepNumbers

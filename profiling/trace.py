@@ -39,7 +39,7 @@ from typing import Any, Final
 
 from . import attribution, ranges
 from .atomic_write import check_writable, write_file
-from .kernel_names import DeviceWork, KernelNames, Node, nodes_of_replay
+from .attribution import DeviceWork, KernelNames, Node, nodes_of_replay
 
 __all__ = [
     "SUFFIX",

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from ...profiling.atomic_write import WriteError, check_writable
+from ...profiling.attribution import SUFFIX as KERNELS_SUFFIX
+from ...profiling.attribution import NamesFileError
 from ...profiling.command_line import CommandParser
-from ...profiling.kernel_names import SUFFIX as KERNELS_SUFFIX
-from ...profiling.kernel_names import NamesFileError
 from ...profiling.ranges import NvtxMissingError
 from ...profiling.trace import SUFFIX as TRACE_SUFFIX
 from ...profiling.trace import TraceError

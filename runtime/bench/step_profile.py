@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from ...profiling import attribution, nsys
-from ...profiling.kernel_names import KernelNames
+from ...profiling.attribution import KernelNames
 from ...profiling.ranges import require_nvtx
 from ...profiling.report import read_report, report_text
 from ...profiling.trace import torch_trace

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ...cache.arena import SCALE_BYTES
-from ...profiling.kernel_names import OperationCost
+from ...profiling.attribution import OperationCost
 from ...profiling.markdown import aligned
 from ..config import EngineConfig
 from ..errors import ConfigError

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 
 import pytest
 from stepgraph.__main__ import main
-from stepgraph.profiling import kernel_names, ranges
+from stepgraph.profiling import attribution, ranges
 from stepgraph.profiling.trace import read_trace
 from stepgraph.runtime import EngineConfig
 from stepgraph.runtime.bench import benchmark_run
@@ -95,7 +95,7 @@ def test_names_are_recorded_while_an_engine_captures(monkeypatch, tmp_path):
     monkeypatch.setattr(benchmark_run, "EngineConfig", plain)
     sizes = "--device cpu --input-len 4 --output-len 3 --prefill-chunk 8 --num-warmup 0"
     assert run_bench(monkeypatch, f"--profile torch --profile-steps 1 {sizes}") == 0
-    names = kernel_names.load(tmp_path / "stepgraph-profile.kernels.json")
+    names = attribution.load(tmp_path / "stepgraph-profile.kernels.json")
     assert (names.model, names.bandwidth_gb_s, names.unattributed) == ("demo", 30.0, 0)
     (decode,) = [s for s in names.steps if s.phase == "decode" and not s.full_sampler]
     assert {node.layer for node in decode.nodes} == {None, 0, 1, 2, 3, 4, 5}

@@ -11,8 +11,7 @@ import pytest
 import torch
 from stepgraph.graphs.steps import CapturedStep, CudaGraphCapturer
 from stepgraph.profiling import attribution
-from stepgraph.profiling.attribution import cuda_graph_nodes, operation
-from stepgraph.profiling.kernel_names import KernelNames
+from stepgraph.profiling.attribution import KernelNames, cuda_graph_nodes, operation
 from stepgraph.runtime.execution.step_key import StepKey
 
 from ..rigs.fake_cuda_bindings import STREAM, FakeCuda, cudaGraphNodeType

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from stepgraph.profiling import attribution
-from stepgraph.profiling.kernel_names import KernelNames, NodeKind, StepNodes
+from stepgraph.profiling.attribution import KernelNames, NodeKind, StepNodes
 from stepgraph.runtime import EngineConfig
 from stepgraph.runtime.execution.step_key import StepKey
 from stepgraph.runtime.operation_scopes import operation

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stepgraph.profiling import kernel_names
+from stepgraph.profiling import attribution
 from stepgraph.profiling.atomic_write import WriteError
-from stepgraph.profiling.kernel_names import (
+from stepgraph.profiling.attribution import (
     DeviceWork,
     KernelNames,
     NamesFileError,
@@ -41,7 +41,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @settings(max_examples=20)
 def test_names_survive_a_file(file: Path, names: KernelNames) -> None:
     names.save(file)
-    assert kernel_names.load(file) == names
+    assert attribution.load(file) == names
     assert os.listdir(file.parent) == [file.name]
 
 
@@ -59,10 +59,10 @@ def test_files_without_kernel_names_are_refused(tmp_path: Path) -> None:
     for content in contents:
         path.write_bytes(content)
         with pytest.raises(NamesFileError):
-            kernel_names.load(path)
+            attribution.load(path)
     for missing in (tmp_path / "absent", tmp_path):
         with pytest.raises(NamesFileError):
-            kernel_names.load(missing)
+            attribution.load(missing)
     with pytest.raises(WriteError):
         NAMES.save(tmp_path / "absent" / "names")
 

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from stepgraph.profiling import capture_window, ranges
-from stepgraph.profiling.kernel_names import KernelNames, Node, OperationCost, StepNodes
+from stepgraph.profiling.attribution import KernelNames, Node, OperationCost, StepNodes
 from stepgraph.profiling.report import Report, Step, main, read_report, report_text
 from stepgraph.profiling.stats import Summary
 from stepgraph.profiling.trace import TraceError

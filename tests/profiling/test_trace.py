@@ -14,7 +14,7 @@ import pytest
 import torch
 from stepgraph.profiling import ranges
 from stepgraph.profiling.atomic_write import WriteError
-from stepgraph.profiling.kernel_names import KernelNames, Node, StepNodes
+from stepgraph.profiling.attribution import KernelNames, Node, StepNodes
 from stepgraph.profiling.report import Report, read_report
 from stepgraph.profiling.trace import (
     DEVICE_CATEGORIES,

@@ -24,7 +24,7 @@ from stepgraph.cache.arena import Arena, HostArena
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.steps import Capture, EagerStep
 from stepgraph.profiling import attribution
-from stepgraph.profiling.kernel_names import NodeKind
+from stepgraph.profiling.attribution import NodeKind
 from stepgraph.runtime.engine import startup
 from stepgraph.runtime.execution import outputs, runner
 from stepgraph.runtime.execution.inputs import RowState
