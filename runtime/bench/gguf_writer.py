@@ -7,25 +7,29 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 ARCHITECTURES = {"llama": "llama", "qwen3": "qwen3", "qwen3_moe": "qwen3moe"}
 """llama.cpp's name, by the model type of transformers."""
 EXPERTS = ".mlp.experts."
 EXPERT_NUMBER = re.compile(r"(?<=\.mlp\.experts\.)(\d+)\.")
-
-
-class Entry(NamedTuple):
-    """A tensor of the file."""
-
-    name: str
-    shape: tuple[int, ...]
-    kind: Any
-    """A `GGMLQuantizationType`."""
-    read: Callable[[], Any]
-    """Returns an array of the shape, float32 or in the bits of `kind`."""
+SIZES = {
+    "vocab_size": "vocab_size",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "block_count": "num_hidden_layers",
+    "head_count": "num_attention_heads",
+    "head_count_kv": "num_key_value_heads",
+    "layer_norm_rms_eps": "rms_norm_eps",
+}
+EXPERT_SIZES = {
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}
+"""Keys of the file -> fields of a config."""
 
 
 def write_gguf(checkpoint: Path, path: Path, stored_as: str | None = None) -> None:
@@ -44,29 +48,73 @@ def write_gguf(checkpoint: Path, path: Path, stored_as: str | None = None) -> No
     """
     import gguf
     import numpy as np
+    from gguf.utility import SafetensorsLocal
 
     config = json.loads((checkpoint / "config.json").read_text())
-    _check(config, checkpoint)
-    writer = gguf.GGUFWriter(path, ARCHITECTURES[config["model_type"]])
-    _add_sizes(writer, config)
+    rope = config.get("rope_parameters") or config
+    _check(config, rope, checkpoint)
+    architecture = ARCHITECTURES[config["model_type"]]
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    values = {key: config[name] for key, name in SIZES.items()}
+    values |= dict.fromkeys(("key_length", "value_length", "rope_dimension_count"), int(head_dim))
+    values["rope_freq_base"] = rope["rope_theta"]
+    if config["model_type"] == "qwen3_moe":
+        config.setdefault("num_experts", config.get("num_local_experts"))
+        values |= {key: config[name] for key, name in EXPERT_SIZES.items()}
+    writer = gguf.GGUFWriter(path, architecture)
+    for key, value in values.items():
+        getattr(writer, f"add_{key}")(value)
     writer.add_tokenizer_model("no_vocab")
-    entries = [*_entries(checkpoint, config, stored_as)]
-    for entry in entries:
-        shape = gguf.quants.quant_shape_to_byte_shape(entry.shape, entry.kind)
-        writer.add_tensor_info(entry.name, shape, np.uint8, int(np.prod(shape)), entry.kind)
+
+    kinds = gguf.GGMLQuantizationType
+    stored = {"BF16": (np.uint16, kinds.BF16), "F16": (np.float16, kinds.F16)}
+    names = gguf.get_tensor_name_map(
+        getattr(gguf.MODEL_ARCH, architecture.upper()), config["num_hidden_layers"]
+    )
+    stacks: dict[str, dict[int, Any]] = {}
+    """Tensors by name; the experts of a layer are stacked in the order of their numbers."""
+    for file in sorted(checkpoint.glob("*.safetensors")):
+        for name, tensor in SafetensorsLocal(file).tensors.items():
+            found = EXPERT_NUMBER.search(name)
+            number = 0 if found is None else int(found[1])
+            stacks.setdefault(EXPERT_NUMBER.sub("", name), {})[number] = tensor
+    entries = []
+    for name, numbered in stacks.items():
+        tensors = [numbered[number] for number in sorted(numbered)]
+        shape = tuple(tensors[0].shape)
+        shape = (len(tensors), *shape) if EXPERTS in name else shape
+        _, kind = stored.get(tensors[0].dtype, (np.float32, kinds.F32))
+        if len(shape) == 1 or name.endswith("mlp.gate.weight"):  # norms and routers
+            kind = kinds.F32
+        elif stored_as is not None:
+            kind = getattr(kinds, stored_as.upper())
+        theirs = names.get_name(name, try_suffixes=(".weight",))
+        if theirs is None:
+            raise ValueError(f"{checkpoint}: llama.cpp has no name for {name}")
+        file_shape = gguf.quants.quant_shape_to_byte_shape(shape, kind)
+        writer.add_tensor_info(theirs, file_shape, np.uint8, int(np.prod(file_shape)), kind)
+        entries.append((name, tensors, kind))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for entry in entries:
-        data = np.ascontiguousarray(entry.read())
-        if entry.kind == gguf.GGMLQuantizationType.Q8_0:
-            data = gguf.quants.quantize(data, entry.kind)
+    for name, tensors, kind in entries:
+        parts = []
+        for tensor in tensors:
+            dtype, _ = stored.get(tensor.dtype, (np.float32, kinds.F32))
+            data = tensor.mmap_bytes().view(dtype).reshape(tensor.shape)
+            if kind in (kinds.F32, kinds.Q8_0):
+                bfloat16 = tensor.dtype == "BF16"
+                data = (data.astype(np.uint32) << 16).view(np.float32) if bfloat16 else data
+                data = data.astype(np.float32)
+            parts.append(_neighbours_rotated(name, data, config, int(head_dim)))
+        data = np.ascontiguousarray(np.stack(parts) if EXPERTS in name else parts[0])
+        if kind == kinds.Q8_0:
+            data = gguf.quants.quantize(data, kind)
         writer.write_tensor_data(data.view(np.uint8))
     writer.close()
 
 
-def _check(config: dict[str, Any], checkpoint: Path) -> None:
-    rope = config.get("rope_parameters") or config
+def _check(config: dict[str, Any], rope: dict[str, Any], checkpoint: Path) -> None:
     needed = {
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
@@ -81,76 +129,7 @@ def _check(config: dict[str, Any], checkpoint: Path) -> None:
         )
 
 
-def _add_sizes(writer: Any, config: dict[str, Any]) -> None:
-    rope = config.get("rope_parameters") or config
-    head_dim = _head_dim(config)
-    writer.add_vocab_size(config["vocab_size"])
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
-    writer.add_rope_dimension_count(head_dim)
-    writer.add_rope_freq_base(rope["rope_theta"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    if config["model_type"] == "qwen3_moe":
-        writer.add_expert_count(config.get("num_experts") or config["num_local_experts"])
-        writer.add_expert_used_count(config["num_experts_per_tok"])
-        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
-
-
-def _entries(checkpoint: Path, config: dict[str, Any], stored_as: str | None) -> Iterator[Entry]:
-    """Yield the tensors of the file; the experts of a layer are stacked."""
-    import gguf
-    import numpy as np
-    from gguf.utility import SafetensorsLocal
-
-    architecture = getattr(gguf.MODEL_ARCH, ARCHITECTURES[config["model_type"]].upper())
-    names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
-    kinds = gguf.GGMLQuantizationType
-    stored = {"BF16": (np.uint16, kinds.BF16), "F16": (np.float16, kinds.F16)}
-    stacks: dict[str, list[Any]] = {}
-    for file in sorted(checkpoint.glob("*.safetensors")):
-        for name, tensor in SafetensorsLocal(file).tensors.items():
-            found = EXPERT_NUMBER.search(name)
-            number = 0 if found is None else int(found[1])
-            stacks.setdefault(EXPERT_NUMBER.sub("", name), []).append((number, tensor))
-
-    def reader(name: str, tensors: list[Any], wide: bool) -> Callable[[], Any]:
-        def read() -> Any:
-            parts = []
-            for tensor in tensors:
-                dtype, _ = stored.get(tensor.dtype, (np.float32, kinds.F32))
-                data = tensor.mmap_bytes().view(dtype).reshape(tensor.shape)
-                if wide and tensor.dtype == "BF16":
-                    data = (data.astype(np.uint32) << 16).view(np.float32)
-                elif wide:
-                    data = data.astype(np.float32)
-                parts.append(_neighbours_rotated(name, data, config))
-            return np.stack(parts) if EXPERTS in name else parts[0]
-
-        return read
-
-    for name, numbered in stacks.items():
-        tensors = [tensor for _, tensor in sorted(numbered, key=lambda pair: pair[0])]
-        shape = tuple(tensors[0].shape)
-        shape = (len(tensors), *shape) if EXPERTS in name else shape
-        _, kind = stored.get(tensors[0].dtype, (np.float32, kinds.F32))
-        if len(shape) == 1 or name.endswith("mlp.gate.weight"):  # norms and routers
-            kind = kinds.F32
-        elif stored_as is not None:
-            kind = getattr(kinds, stored_as.upper())
-        wide = kind in (kinds.F32, kinds.Q8_0)
-        theirs = names.get_name(name, try_suffixes=(".weight",))
-        if theirs is None:
-            raise ValueError(f"{checkpoint}: llama.cpp has no name for {name}")
-        yield Entry(theirs, shape, kind, reader(name, tensors, wide))
-
-
-def _neighbours_rotated(name: str, data: Any, config: dict[str, Any]) -> Any:
+def _neighbours_rotated(name: str, data: Any, config: dict[str, Any], head_dim: int) -> Any:
     """Return query and key rows in the order of llama.cpp.
 
     For Llama it rotates neighbours, the checkpoint halves of a head.
@@ -158,10 +137,6 @@ def _neighbours_rotated(name: str, data: Any, config: dict[str, Any]) -> Any:
     counts = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
     for part, key in counts.items():
         if part in name and config["model_type"] == "llama":
-            halves = data.reshape(config[key], 2, _head_dim(config) // 2, -1)
+            halves = data.reshape(config[key], 2, head_dim // 2, -1)
             return halves.swapaxes(1, 2).reshape(data.shape)
     return data
-
-
-def _head_dim(config: dict[str, Any]) -> int:
-    return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])

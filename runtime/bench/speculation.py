@@ -21,19 +21,18 @@ import inspect
 import random
 import statistics
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from functools import partial
-from itertools import pairwise
+from dataclasses import dataclass, field, replace
+from itertools import count, pairwise
 from typing import Any, NamedTuple
 
 from ...profiling.command_line import CommandParser, print_text
 from ...profiling.markdown import aligned
 from ...profiling.stats import Summary
 from .. import request
-from ..config import EngineConfig, Speculation
+from ..config import EngineConfig
 from ..engine.engine import Engine
 from ..errors import ConfigError, StepgraphError
 from ..execution import inputs
@@ -67,12 +66,8 @@ _HEAD = ["batch", "temperature", "kind", "drafts", "tok/s plain", "tok/s", "rati
 _HEAD += ["tokens a verified row", "ITL µs p50 plain", "p50", "p99 plain", "p99", "n", "tokens"]
 
 
-class Case(NamedTuple):
-    """What all engines decode."""
-
-    rows: int
-    temperature: float
-    kind: str
+Case = tuple[int, float, str]
+"""What all engines decode: rows, temperature and kind of the prompts."""
 
 
 class Run(NamedTuple):
@@ -90,8 +85,16 @@ class Measured:
     """The repetitions of a case by the engines of one configuration, and what their drafts did."""
 
     runs: list[Run] = field(default_factory=list)
-    counts: Counter[str] = field(default_factory=Counter)
-    """`verified_rows`: rows that drafts were verified of; `accepted` drafts."""
+    verified_rows: int = 0
+    """Rows whose drafts were verified."""
+    accepted: int = 0
+    """Drafts that were accepted."""
+
+    def count(self, engine: Engine, sign: int) -> None:
+        """Add what an engine counted since its start, or subtract it."""
+        stats = engine.stats()["speculation"] or {}
+        self.verified_rows += sign * stats.get("verified_rows", 0)
+        self.accepted += sign * stats.get("accepted", 0)
 
 
 def prompt_text(kind: str, index: int) -> str:
@@ -139,34 +142,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _measure_all(options: argparse.Namespace) -> None:
     longest = resolve_source(options.model, config_only=True).config.longest_context
-    sizes: dict[str, Any] = {
-        "device": options.device,
-        "dtype": options.dtype,
-        "threads": options.threads,
-        "max_num_seqs": max(options.batch_size),
-        "max_model_len": min(MOST_PROMPT_TOKENS + options.output_len, longest),
-        "prefix_cache": False,
-    }
+    shared = EngineConfig(
+        device=options.device,
+        dtype=options.dtype,
+        threads=options.threads,
+        max_num_seqs=max(options.batch_size),
+        max_model_len=min(MOST_PROMPT_TOKENS + options.output_len, longest),
+        prefix_cache=False,
+    )
     kinds = [(t, kind) for t in options.temperature for kind in options.kind if kind != "random"]
     kinds += [(UNIFORM_TEMPERATURE, kind) for kind in options.kind if kind == "random"]
-    cases = [Case(rows, *kind) for rows in options.batch_size for kind in kinds]
+    cases: list[Case] = [(rows, *kind) for rows in options.batch_size for kind in kinds]
+    configs = [replace(shared, speculation=one) for one in (None, *options.speculate)]
     measured: defaultdict[tuple[Case, int], Measured] = defaultdict(Measured)
-    proposers: list[Speculation | None] = [None, *options.speculate]
     for start in range(options.num_starts):
         with ExitStack() as stack:
             engines = [
-                stack.enter_context(
-                    Engine.from_pretrained(
-                        options.model, EngineConfig(**sizes, speculation=speculation)
-                    )
-                )
-                for speculation in proposers
+                stack.enter_context(Engine.from_pretrained(options.model, config))
+                for config in configs
             ]
             gc.collect()
             gc.freeze()
             stack.callback(gc.unfreeze)
             for case in cases:
-                _measure(engines, case, options, start, measured)
+                sides = [measured[case, index] for index in range(len(engines))]
+                _measure(engines, case, options, start, sides)
     names = [f"{s.method}:{s.num_speculative_tokens}" for s in options.speculate]
     cells = [
         _cells(case, name, measured[case, 0], measured[case, index])
@@ -181,47 +181,42 @@ def _measure(
     case: Case,
     options: argparse.Namespace,
     start: int,
-    measured: dict[tuple[Case, int], Measured],
+    measured: Sequence[Measured],
 ) -> None:
     """Run a case in turns, after a run of each engine to warm up, with other prompts each turn."""
-    turns = [1 + options.num_iters * start + i for i in range(options.num_iters)]
 
     def decode(engine: Engine, turn: int) -> Run:
         params = SamplingParams(
-            max_tokens=options.output_len, temperature=case.temperature, ignore_eos=True, seed=turn
+            max_tokens=options.output_len, temperature=case[1], ignore_eos=True, seed=turn
         ).resolved()
         return _run(engine, _prompts(engine, case, turn), params)
 
-    for engine in engines:
+    sides = []
+    for engine, found in zip(engines, measured, strict=True):
         decode(engine, 0)
-    before = list(map(_counts, engines))
-    left = [iter(turns) for _ in engines]
+        found.count(engine, -1)
+        turns = count(1 + options.num_iters * start)
 
-    def repeat(index: int) -> None:
-        measured[case, index].runs.append(decode(engines[index], next(left[index])))
+        def repeat(engine: Engine = engine, found: Measured = found, turns: Any = turns) -> None:
+            found.runs.append(decode(engine, next(turns)))
 
-    interleave([partial(repeat, index) for index in range(len(engines))], options.num_iters)
-    for index, engine in enumerate(engines):
-        measured[case, index].counts += _counts(engine) - before[index]
-
-
-def _counts(engine: Engine) -> Counter[str]:
-    """Return the `Measured.counts` of an engine since its start."""
-    stats = engine.stats()["speculation"] or {}
-    return Counter({name: stats.get(name, 0) for name in ("verified_rows", "accepted")})
+        sides.append(repeat)
+    interleave(sides, options.num_iters)
+    for engine, found in zip(engines, measured, strict=True):
+        found.count(engine, 1)
 
 
 def _prompts(engine: Engine, case: Case, repetition: int) -> list[list[int]]:
     """Return the prompts of a repetition, which differ from all others."""
-    rows = case.rows
-    if case.kind == "random":
+    rows, _, kind = case
+    if kind == "random":
         rng, vocab = random.Random(repetition), engine.model_config.vocab_size
         return [[rng.randrange(5, vocab) for _ in range(PROMPT_TOKENS)] for _ in range(rows)]
     tokenizer = engine.tokenizer
     if tokenizer is None:
-        raise ConfigError(f"--kind {case.kind} needs a model with a tokenizer: use --kind random")
+        raise ConfigError(f"--kind {kind} needs a model with a tokenizer: use --kind random")
     numbers = range(repetition * rows, (repetition + 1) * rows)
-    return [tokenizer.encode(prompt_text(case.kind, number)) for number in numbers]
+    return [tokenizer.encode(prompt_text(kind, number)) for number in numbers]
 
 
 def _run(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> Run:
@@ -238,15 +233,14 @@ def _run(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> Ru
             tokens[output.request_id] = completion.token_ids
     begin = max(times[0] for times in arrived.values())
     end = max(times[-1] for times in arrived.values())
-    count = sum(t > begin for times in arrived.values() for t in times)
+    after = sum(t > begin for times in arrived.values() for t in times)
     itl = [1e6 * (b - a) for times in arrived.values() for a, b in pairwise(times) if a >= begin]
-    return Run(count / (end - begin), itl, [tokens[name] for name in sorted(tokens)])
+    return Run(after / (end - begin), itl, [tokens[name] for name in sorted(tokens)])
 
 
 def _cells(case: Case, name: str, base: Measured, own: Measured) -> list[str]:
     """Return a row of the table: an engine with drafts, compared with the one without."""
-    verified, accepted = own.counts["verified_rows"], own.counts["accepted"]
-    tokens = f"{1 + accepted / verified:.2f}" if verified else "-"
+    tokens = f"{1 + own.accepted / own.verified_rows:.2f}" if own.verified_rows else "-"
     speeds = [statistics.median(run.speed for run in side.runs) for side in (base, own)]
     ratios = [b.speed / a.speed for a, b in zip(base.runs, own.runs, strict=True)]
     if len(ratios) == 1:  # which has no quartiles of its own
@@ -255,7 +249,7 @@ def _cells(case: Case, name: str, base: Measured, own: Measured) -> list[str]:
     one, other = (Summary.of(t for run in side.runs for t in run.itl_us) for side in (base, own))
     same = all(a.tokens == b.tokens for a, b in zip(base.runs, own.runs, strict=True))
     return [
-        *(str(case.rows), f"{case.temperature:g}", case.kind, name),
+        *(str(case[0]), f"{case[1]:g}", case[2], name),
         *(f"{speed:.0f}" for speed in speeds),
         *(f"{ratio:.2f} ({low:.2f} - {high:.2f})", tokens),
         *(f"{side.p50:.0f}" for side in (one, other)),

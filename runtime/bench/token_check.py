@@ -1,11 +1,9 @@
 """Check of a measured case: its tokens against the plain PyTorch reference, teacher-forced.
 
-The reference is a decoder of the same weights on the same device made of `reference_linear` and
-`reference_paged_attention` alone. It reads a prompt and the tokens that the engine sampled for it
-as one sequence. A token that was sampled greedily is right if its reference logit is the largest
-one, or so close below it that rounding can have swapped the two. A wrong computation samples tokens
-whose reference logit lies standard deviations below. The criterion: logits of two correct programs
-differ by rounding only, which is relative to the spread of the logits.
+The reference is a decoder of the same weights on the same device in plain PyTorch. It reads a
+prompt and the tokens that the engine sampled for it as one sequence. A token that was sampled
+greedily is right if its reference logit is the largest one, or so close below it that rounding can
+have swapped the two; rounding is relative to the spread of the logits.
 """
 
 from __future__ import annotations
@@ -130,10 +128,10 @@ class TokenCheck:
 
     @torch.no_grad()
     def _logits(self, token_ids: Sequence[int], first: int) -> Iterator[torch.Tensor]:
-        """Yield the reference's logits from position `first`, the last of the prompt, on.
+        """Yield the reference's logits from position `first` on, `[C, vocab_size]` at a time.
 
-        `[C, vocab_size]` at a time. Sequences that outgrow their rotary parameters are computed
-        again.
+        `first` is the last position of the prompt. Sequences that outgrow their rotary parameters
+        are computed again.
         """
         ropes = rope_lengths(self._model.config) or RopeLengths()
         limit = ropes.outgrown_at(first + 1)
@@ -144,10 +142,7 @@ class TokenCheck:
     def _prefilled(
         self, token_ids: Sequence[int], first: int, rope_length: int
     ) -> Iterator[torch.Tensor]:
-        """Yield the logits of a sequence from position `first` on.
-
-        One row in a cache of its own, prefilled in chunks: row 0 of the block tables, row 1 null.
-        """
+        """Prefill row 0 of a cache of its own in chunks; row 1 of the block tables is null."""
         model, size = self._model, self._block_size
         blocks, groups = -(-len(token_ids) // size), len(self._groups)
         arena = Arena(
