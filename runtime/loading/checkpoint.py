@@ -9,7 +9,7 @@ import errno
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,6 +40,7 @@ __all__ = [
     "INDEX_FILE",
     "SINGLE_FILE",
     "TensorHeader",
+    "check_dtypes",
     "check_layout",
     "check_tensors",
     "check_tied_head",
@@ -356,6 +357,17 @@ def check_tensors(
             *(len(names), reader.directory, config.family.architecture, shown),
         )
     return whole if config.shard is None else _stored_layout(config, headers)
+
+
+def check_dtypes(reader: CheckpointReader, parameters: Iterable[Parameter]) -> None:
+    """Raise `CheckpointError` for the first tensor of a parameter whose dtype is not supported."""
+    for name in (source.name for parameter in parameters for source in parameter.sources):
+        header = reader.headers().get(name or "")
+        if header is not None and header.dtype not in _LOADABLE_DTYPES:
+            raise CheckpointError(
+                f"{name} in {header.file} is {header.dtype}, supported: "
+                + ", ".join(sorted(_LOADABLE_DTYPES))
+            )
 
 
 def check_layout(

@@ -21,7 +21,7 @@ import torch
 from ..bounded_repr import bounded_repr, bounded_text
 from ..errors import CheckpointError, ConfigError
 from ..models.config import DecoderConfig, ModelConfig
-from ..models.plan import Cut, Parameter, fused_layout
+from ..models.plan import Cut, Parameter, fused_layout, plan_of
 from ..models.presets import preset
 from ..progress import progress_bar
 from ..sampling_params import NEUTRAL, SamplingDefaults
@@ -29,6 +29,7 @@ from .checkpoint import (
     INDEX_FILE,
     SINGLE_FILE,
     CheckpointReader,
+    check_dtypes,
     check_tensors,
     check_tied_head,
     read_config,
@@ -356,6 +357,10 @@ def open_source(found: Source, open_files: ExitStack) -> OpenedSource:
                     " decoded, and take as much memory as if they were not quantised",
                     *(found.name, count, name),
                 )
+        else:
+            plan = plan_of(found.config)
+            operations = (*plan.operations, plan.norm, plan.head)
+            check_dtypes(reader, [p for op in operations for p in op.parameters])
         tokenizer = load_tokenizer(found.directory, eos_token_ids=found.config.eos_token_ids)
         defaults = read_sampling_defaults(found.directory)
     return OpenedSource(found.config, tokenizer, reader, found.place, defaults)

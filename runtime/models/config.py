@@ -3,30 +3,28 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast, get_args
+from typing import Annotated, Any, Literal, cast, get_args
 
+from ..arguments import Range, check_fields
 from ..bounded_repr import bounded_repr
 from ..errors import CheckpointError, ConfigError
 from ..kernels.ops.attention import AttentionTemperature
 from ..kernels.weights import CHECKPOINT_FORMATS, MXFP4, CheckpointFormat
 from .families import (
+    CONFIG_KEYS,
     FAMILIES,
     LAYER_TYPES,
-    LAYERS,
     MOST_SIZE,
     MULTIPLIERS,
-    NUMBERS,
-    SIZES,
     ExpertsConfig,
     Family,
     Json,
     LayerType,
-    check_ranges,
-    check_rope,
+    Number,
+    Size,
     family_of,
-    named,
     read_field,
     read_optional,
 )
@@ -43,13 +41,13 @@ __all__ = [
     "Rope",
     "RopeScaling",
     "RopeType",
-    "config_json_name",
-    "read_attention",
-    "read_experts",
-    "read_ropes",
     "check_quantisation",
+    "config_json_name",
     "token_ids",
 ]
+
+
+_MOST_LAYERS = 4096
 
 
 # The dimensions of multi-head latent attention.
@@ -63,22 +61,21 @@ class LatentConfig:
     values are projected, and a key that carries the position. Raises `ConfigError`.
     """
 
-    q_lora_rank: int | None
+    q_lora_rank: Size | None
     """Elements that the queries are compressed to; None: they are projected at once."""
-    kv_lora_rank: int
+    kv_lora_rank: Size
     """Elements of the latent."""
-    qk_nope_head_dim: int
+    qk_nope_head_dim: Size
     """Elements of a head's queries and keys that are not rotated."""
-    qk_rope_head_dim: int
+    qk_rope_head_dim: Size
     """Rotated elements; all heads share the key's."""
-    v_head_dim: int
+    v_head_dim: Size
     """Elements of a head's values."""
     rope_interleave: bool = True
     """Whether the elements of a rotated pair are neighbours."""
 
     def __post_init__(self) -> None:
-        sizes = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-        check_ranges(named(self, "q_lora_rank", *sizes), SIZES)
+        check_fields(self, ConfigError)
         for name, reason in (
             ("qk_rope_head_dim", "rotary embeddings turn pairs of elements"),
             ("kv_lora_rank", "the latents of an 8-bit cache are followed by scales of 2 bytes"),
@@ -100,7 +97,7 @@ class LatentConfig:
 # Reads the keys of a `config.json` that describe rotary positions.
 
 
-def read_ropes(config: Json, family: Family) -> tuple[Rope, Rope | None]:
+def _read_ropes(config: Json, family: Family) -> tuple[Rope, Rope | None]:
     """Return the rotation of the layers and, if the family has two, of sliding layers.
 
     Reads `rope_parameters` (transformers 5) or `rope_scaling` with a separate base (4). Raises
@@ -218,48 +215,50 @@ def _read_factors(rope: Json, name: str) -> tuple[float, ...]:
 
 # Reads the keys of a `config.json` that describe its layers and their attention.
 
+_FIELDS: dict[str, tuple[type[Any], Any]] = {
+    **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), (int, None)),
+    **dict.fromkeys(("num_layers", "num_heads", "max_position_embeddings"), (int, None)),
+    "rms_norm_eps": (float, 1e-6),
+    "tie_word_embeddings": (bool, False),
+    "attention_bias": (bool, False),
+}
+"""Fields of `ModelConfig` that are keys of every config: their types and defaults."""
+
 _SOFTCAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 
-_OF_SOME_FAMILIES: dict[str, type[Any]] = {
-    **dict.fromkeys((*MULTIPLIERS, *_SOFTCAPS), float),
-    "swiglu_limit": float,
-    "swiglu_alpha": float,
-    "query_pre_attn_scalar": float,
-    "use_qk_norm": bool,
-    "mlp_bias": bool,
+_OF_SOME: dict[str, tuple[type[Any], Any]] = {
+    **dict.fromkeys((*MULTIPLIERS, "query_pre_attn_scalar"), (float, None)),
+    **dict.fromkeys(("swiglu_limit", "swiglu_alpha"), (float, None)),
+    **dict.fromkeys(("use_qk_norm", "mlp_bias", "conv_bias"), (bool, False)),
 }
+"""The same for keys that `Family.reads` decides about."""
 
-"""Keys that `Family.reads` decides about, with their types. The fields have the same names."""
 
-
-def read_attention(config: Json, family: Family) -> dict[str, Any]:
+def _read_attention(config: Json, family: Family) -> dict[str, Any]:
     """Return the fields of a `ModelConfig` that describe the layers and their attention."""
     num_layers = read_field(config, "num_hidden_layers", int)
     heads = read_field(config, "num_attention_heads", int)
     hidden_size = read_field(config, "hidden_size", int)
-    rope, sliding_rope = read_ropes(config, family)
-    layer_types, window = _read_windows(config, family, num_layers)
+    rope, sliding_rope = _read_ropes(config, family)
+    types, window = _read_layer_types(config, family, num_layers)
+    config = {**config, "layer_types": types}
+    unrotated = (layer for layer in range(num_layers) if family.is_unrotated(config, layer))
+    slides = "sliding_attention" in types
     fields: dict[str, Any] = {
-        "num_layers": num_layers,
-        "num_heads": heads,
-        "hidden_size": hidden_size,
-        "max_position_embeddings": read_field(config, "max_position_embeddings", int),
         "rope_theta": rope.theta,
         "rope_scaling": rope.scaling,
         "partial_rotary_factor": rope.partial,
         "sliding_rope": sliding_rope,
-        "layer_types": layer_types,
-        "sliding_window": window,
-        "unrotated_layers": tuple(
-            layer for layer in range(num_layers) if family.is_unrotated(config, layer)
-        ),
-        "attention_bias": read_field(config, "attention_bias", bool, False),
+        "layer_types": tuple(types) if slides else (),
+        "sliding_window": window if slides else None,
+        "unrotated_layers": tuple(unrotated),
+        **{name: read_optional(config, name, float) for name in _SOFTCAPS if family.reads(name)},
     }
-    for name, kind in _OF_SOME_FAMILIES.items():
-        if family.reads(name) and name in _SOFTCAPS:
-            fields[name] = read_optional(config, name, kind)
-        elif family.reads(name):
-            fields[name] = read_field(config, name, kind, False if kind is bool else None)
+    if family.reads("layer_heads"):
+        fields["layer_heads"] = tuple(map(tuple, config["layer_heads"]))
+    if family.reads("conv_L_cache"):
+        fields["conv_layers"] = tuple(i for i, kind in enumerate(types) if kind == "conv")
+        fields["conv_taps"] = read_field(config, "conv_L_cache", int)
     tunes = "attn_temperature_tuning"
     if family.reads(tunes) and read_field(config, tunes, bool):
         fields["temperature"] = AttentionTemperature(
@@ -296,35 +295,35 @@ def _latent_fields(config: Json, family: Family, heads: int) -> dict[str, Any]:
     return {"latent": latent, "num_kv_heads": 1, "head_dim": latent.cached_dim}
 
 
-def _read_windows(
+def _read_layer_types(
     config: Json, family: Family, num_layers: int
-) -> tuple[tuple[LayerType, ...], int | None]:
-    """Return the type of each layer and the window of those that slide.
-
-    Without types, all layers have full attention.
-    """
-    window = read_optional(config, "sliding_window", int)
+) -> tuple[list[str], int | None]:
+    """Return the type of each layer and the window of layers that slide."""
+    window = read_optional(config, family.key("sliding_window"), int)
     if family.window_switch and not read_field(config, "use_sliding_window", bool):
         config, window = {**config, "sliding_window": None}, None
-    implied = tuple(LAYER_TYPES[family.is_sliding(config, i)] for i in range(num_layers))
-    listed = config.get("layer_types")
+    implied: list[str] = [LAYER_TYPES[family.is_sliding(config, i)] for i in range(num_layers)]
+    listed, kinds = config.get("layer_types"), family.layer_kinds
     if listed is None:
-        types = implied
-    elif not isinstance(listed, list) or not all(name in LAYER_TYPES for name in listed):
-        known = ", ".join(map(repr, LAYER_TYPES))
-        raise CheckpointError(f"layer_types must be a list of {known}, not {bounded_repr(listed)}")
-    elif len(listed) != num_layers:
+        return implied, window
+    if not isinstance(listed, list) or len(listed) != num_layers:
         raise CheckpointError(
-            f"layer_types lists {len(listed)} layers, num_hidden_layers = {num_layers}"
+            f"layer_types must be a list of {num_layers} layers (num_hidden_layers), not "
+            + bounded_repr(listed)
         )
-    else:
-        types = tuple(listed)
-        if types != implied and not family.lists_layer_types:
+    for layer, name in enumerate(listed):
+        if not isinstance(name, str) or name not in kinds:
             raise CheckpointError(
-                f"layer_types = {bounded_repr(listed)} contradicts {family.architecture}, whose "
-                f"layers are {bounded_repr(list(implied))}"
+                f"layer_types has {bounded_repr(name)} for layer {layer}; supported for "
+                f"{family.architecture}: {', '.join(map(repr, kinds))}"
             )
-    return (types, window) if "sliding_attention" in types else ((), None)
+    types = [kinds[name] for name in listed]
+    if types != implied and not family.lists_layer_types:
+        raise CheckpointError(
+            f"layer_types = {bounded_repr(listed)} contradicts {family.architecture}, whose "
+            f"layers are {bounded_repr(implied)}"
+        )
+    return types, window
 
 
 # Reads the keys of a `config.json` that describe mixtures of experts.
@@ -348,7 +347,7 @@ DeepSeek-V3.
 """
 
 
-def read_experts(config: Json, family: Family) -> ExpertsConfig | None:
+def _read_experts(config: Json, family: Family) -> ExpertsConfig | None:
     """Return the mixtures of a config; None if no layer has one.
 
     Raises:
@@ -369,10 +368,9 @@ def read_experts(config: Json, family: Family) -> ExpertsConfig | None:
     if len(dense) == layers or (traits.optional and not count):
         return None
     if count is None:
-        raise CheckpointError(f"the config has no {traits.keys.get('num_experts', 'num_experts')}")
+        raise CheckpointError(f"the config has no {family.key('num_experts')}")
     per_token = read_field(config, "num_experts_per_tok", int)
-    width = traits.keys.get("moe_intermediate_size", "moe_intermediate_size")
-    inner = read_field(config, width, int)
+    inner = read_field(config, family.key("moe_intermediate_size"), int)
     if family.reads("topk_method"):  # of which only one has groups
         method = read_field(config, "topk_method", str)
         if method not in ("greedy", "group_limited_greedy"):
@@ -397,33 +395,14 @@ def read_experts(config: Json, family: Family) -> ExpertsConfig | None:
     )
 
 
-_ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
+Dtype = Literal["float32", "bfloat16", "float16"]
 
-DTYPES = ("float32", "bfloat16", "float16")
-
-_SIZES = (
-    *("vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim"),
-    "max_position_embeddings",
-)
-
-_NUMBERS = (
-    *("rms_norm_eps", "query_pre_attn_scalar", "swiglu_limit", "swiglu_alpha"),
-    *(*_SOFTCAPS, *MULTIPLIERS),
-)
-
-_CONFIG_JSON_NAMES = {
-    "num_layers": "num_hidden_layers",
-    "num_heads": "num_attention_heads",
-    "num_kv_heads": "num_key_value_heads",
-    "eos_token_ids": "eos_token_id",
-}
-
-"""Field -> its name in `config.json`, where they differ."""
+DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 
 
 def config_json_name(field: str) -> str:
     """Return the name in `config.json` of a field of `ModelConfig`."""
-    return _CONFIG_JSON_NAMES.get(field, field)
+    return CONFIG_KEYS.get(field, field)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -431,11 +410,11 @@ class DecoderConfig:
     """The configuration of a decoder: `ModelConfig` or `TransformersConfig`."""
 
     model_type: str
-    vocab_size: int
+    vocab_size: Size
     """Logits of a token."""
-    hidden_size: int
-    num_layers: int
-    max_position_embeddings: int
+    hidden_size: Size
+    num_layers: Annotated[int, Range(1, _MOST_LAYERS)]
+    max_position_embeddings: Size
     """Tokens of context the model was trained for."""
     tie_word_embeddings: bool
     """Whether the output projection is the embedding."""
@@ -443,7 +422,7 @@ class DecoderConfig:
     """Begins a text."""
     eos_token_ids: tuple[int, ...] = ()
     """Each of these ends an output."""
-    torch_dtype: str = "float32"
+    torch_dtype: Dtype = "float32"
     """The dtype of the checkpoint's weights, as torch names it."""
 
     @property
@@ -458,16 +437,16 @@ class ModelConfig(DecoderConfig):
 
     model_type: str = "llama"
     """Name of the `Family`, which has the traits of all models of this type."""
-    intermediate_size: int
+    intermediate_size: Size
     """Width of the gated MLP."""
-    num_heads: int
+    num_heads: Size
     """Query heads."""
-    num_kv_heads: int
+    num_kv_heads: Size
     """Key/value heads; each serves `num_heads // num_kv_heads` query heads. 1 if `latent`."""
-    head_dim: int
+    head_dim: Size
     """Elements of one head; `num_heads * head_dim` need not be `hidden_size`. If `latent`, those of
     the cached vector and of the projected queries."""
-    rms_norm_eps: float
+    rms_norm_eps: Number
     rope_theta: float
     rope_scaling: RopeScaling = UNSCALED
     partial_rotary_factor: float = 1.0
@@ -481,38 +460,38 @@ class ModelConfig(DecoderConfig):
     """
     mlp_bias: bool = False
     """Whether the gate, up and down projections have biases."""
-    hidden_act: str = "silu"
+    hidden_act: Literal["silu", "gelu_pytorch_tanh"] = "silu"
     layer_types: tuple[LayerType, ...] = ()
     """Type of each layer; empty: all have full attention."""
-    sliding_window: int | None = None
+    sliding_window: Size | None = None
     """Tokens that a token of a sliding layer attends to, itself included."""
     use_qk_norm: bool = True
     """Whether queries and keys are normed, in families that norm them without weight."""
     temperature: AttentionTemperature | None = None
     """Of the queries of layers without rotation."""
-    query_pre_attn_scalar: float | None = None
+    query_pre_attn_scalar: Number | None = None
     """Scores are multiplied by this to the power of -1/2; None: `head_dim`."""
-    attention_multiplier: float | None = None
+    attention_multiplier: Number | None = None
     """Factor of the scores; None: as `query_pre_attn_scalar` says."""
-    embedding_multiplier: float = 1.0
+    embedding_multiplier: Number = 1.0
     """Factor of the embeddings."""
-    residual_multiplier: float = 1.0
+    residual_multiplier: Number = 1.0
     """Factor of the outputs of attention and MLP."""
-    logits_scaling: float = 1.0
+    logits_scaling: Number = 1.0
     """Divisor of the logits."""
-    attn_logit_softcapping: float | None = None
+    attn_logit_softcapping: Number | None = None
     """Scores s become cap * tanh(s / cap)."""
-    swiglu_limit: float | None = None
+    swiglu_limit: Number | None = None
     """What gate and up of the MLP are clamped to, in families with such an activation."""
-    swiglu_alpha: float = 1.702
+    swiglu_alpha: Number = 1.702
     """Factor of the gate in the sigmoid, in families with such an activation."""
-    final_logit_softcapping: float | None = None
+    final_logit_softcapping: Number | None = None
     """Logits x become cap * tanh(x / cap)."""
     latent: LatentConfig | None = None
     """The dimensions of multi-head latent attention."""
     experts: ExpertsConfig | None = None
     """The mixtures of experts; None: every layer has an MLP."""
-    layer_heads: tuple[tuple[int, int], ...] = ()
+    layer_heads: tuple[tuple[Size, Size], ...] = ()
     """Query and key/value heads of each layer; empty: as `num_heads` and `num_kv_heads`."""
     conv_layers: tuple[int, ...] = ()
     """Layers with a short convolution instead of attention."""
@@ -524,18 +503,17 @@ class ModelConfig(DecoderConfig):
     group. All other fields describe the whole model. None: the plan is for the whole model."""
 
     def __post_init__(self) -> None:
-        _require_supported("model_type", self.model_type, FAMILIES)
-        _require_supported("hidden_act", self.hidden_act, _ACTIVATIONS)
-        _require_supported("torch_dtype", self.torch_dtype, DTYPES)
-        check_ranges(named(self, "num_layers"), LAYERS)
-        check_ranges(named(self, *_SIZES), SIZES)
-        check_ranges(named(self, *_NUMBERS), NUMBERS)
+        if self.model_type not in FAMILIES:
+            names = ", ".join(map(repr, FAMILIES))
+            raise ConfigError(
+                f"model_type = {bounded_repr(self.model_type)} is not supported; supported: {names}"
+            )
+        check_fields(self, ConfigError)
         if self.layer_heads and len(self.layer_heads) != self.num_layers:
             raise ConfigError(
                 f"layer_heads lists {len(self.layer_heads)} layers, num_layers = {self.num_layers}"
             )
         for heads, kv_heads in ((self.num_heads, self.num_kv_heads), *self.layer_heads):
-            check_ranges({"num_heads": heads, "num_kv_heads": kv_heads}, SIZES)
             if heads % kv_heads:
                 raise ConfigError(
                     f"num_heads = {heads} must be a multiple of num_kv_heads = {kv_heads}"
@@ -546,7 +524,7 @@ class ModelConfig(DecoderConfig):
             )
         for rope in (self._full_rope, self.sliding_rope):
             if rope is not None:
-                check_rope(rope, self.rotated_head_dim)
+                rope.check(self.rotated_head_dim)
         self._check_layers()
         self._check_token_ids()
 
@@ -555,19 +533,17 @@ class ModelConfig(DecoderConfig):
             raise ConfigError(
                 f"layer_types lists {len(self.layer_types)} layers, num_layers = {self.num_layers}"
             )
-        if "sliding_attention" in self.layer_types:
-            if self.sliding_window is None:
-                raise ConfigError(
-                    "layer_types has 'sliding_attention', but sliding_window is not in use: "
-                    "it must be at least 1"
-                )
-            check_ranges(named(self, "sliding_window"), SIZES)
+        if "sliding_attention" in self.layer_types and self.sliding_window is None:
+            raise ConfigError(
+                "layer_types has 'sliding_attention', but sliding_window is not in use: it must be"
+                " at least 1"
+            )
         if (self.latent is not None) != self.family.latent:
             raise ConfigError(f"latent = {self.latent} contradicts model_type {self.model_type!r}")
-        if self.conv_layers:
-            check_ranges(named(self, "conv_taps"), SIZES)
-            if len(self.conv_layers) == self.num_layers:
-                raise ConfigError("all layers are convolutions; one with attention is needed")
+        if self.conv_layers and self.conv_taps < 1:
+            raise ConfigError(f"conv_taps = {self.conv_taps} must be at least 1")
+        if len(self.conv_layers) == self.num_layers:
+            raise ConfigError("layer_types lists convolutions only; one with attention is needed")
         if self.experts is not None and self.family.experts is None:
             raise ConfigError(f"experts contradict model_type {self.model_type!r}")
         if self.experts is not None and self.mlp_bias:
@@ -685,58 +661,34 @@ class ModelConfig(DecoderConfig):
         check_quantisation(config, [f for f in CHECKPOINT_FORMATS if mxfp4 or f is not MXFP4])
         if read_optional(config, "use_bidirectional_attention", bool):
             raise CheckpointError("use_bidirectional_attention is set; only causal models decode")
-        names = {
-            **_CONFIG_JSON_NAMES,
-            "hidden_act": family.activation_key,
-            "intermediate_size": family.inner_size_key,
-            **(family.experts.keys if family.experts is not None else {}),
-        }
         try:
-            # Before anything is listed for each layer.
-            layers = read_field(config, "num_hidden_layers", int)
-            check_ranges({"num_hidden_layers": layers}, LAYERS)
-            config = family.prepare({**family.defaults, **config, **family.fixed})
-            config = _in_vocabulary(config, config, family)
-            eos = token_ids(config) + token_ids(
-                _in_vocabulary(generation_config or {}, config, family)
-            )
-            dtype_key = "torch_dtype" if config.get("dtype") is None else "dtype"
-            return ModelConfig(
-                model_type=model_type,
-                vocab_size=read_field(config, "vocab_size", int),
-                intermediate_size=read_field(config, family.inner_size_key, int),
-                rms_norm_eps=read_field(config, "rms_norm_eps", float, 1e-6),
-                tie_word_embeddings=read_field(config, "tie_word_embeddings", bool, False),
-                hidden_act=read_field(config, family.activation_key, str, family.activation),
-                experts=read_experts(config, family),
-                bos_token_id=read_optional(config, "bos_token_id", int),
-                eos_token_ids=tuple(dict.fromkeys(eos)),
-                torch_dtype=read_field(config, dtype_key, str, "float32").removeprefix("torch."),
-                **read_attention(config, family),
-                **_layer_traits(config, family),
-            )
+            return ModelConfig(**_read(config, generation_config or {}, model_type, family))
         except ConfigError as error:
-            message = re.sub(r"\w+", lambda word: names.get(word[0], word[0]), str(error))
+            message = re.sub(r"\w+", lambda word: family.key(word[0]), str(error))
             raise CheckpointError(message) from error
 
 
-def _layer_traits(config: Json, family: Family) -> dict[str, Any]:
-    """Return the fields of a `ModelConfig` in which layers of some families differ."""
-    if family.reads("layer_heads"):
-        return {"layer_heads": tuple(map(tuple, config["layer_heads"]))}
-    if not family.reads("conv_L_cache"):
-        return {}
+def _read(config: Json, generation: Json, model_type: str, family: Family) -> dict[str, Any]:
+    """Return the fields of a `ModelConfig`."""
+    layers = read_field(config, "num_hidden_layers", int)
+    if not 1 <= layers <= _MOST_LAYERS:  # before anything is listed for each layer
+        raise CheckpointError(f"num_hidden_layers = {layers} must be from 1 to {_MOST_LAYERS}")
+    config = family.prepare({**family.defaults, **config, **family.fixed})
+    config = _in_vocabulary(config, config, family)
+    eos = token_ids(config) + token_ids(_in_vocabulary(generation, config, family))
+    dtype = read_field(config, "torch_dtype" if config.get("dtype") is None else "dtype", str, "")
+    fields = _FIELDS | {name: kind for name, kind in _OF_SOME.items() if family.reads(name)}
+    activation = family.key("hidden_act")
     return {
-        "conv_layers": tuple(config["conv_layers"]),
-        "conv_taps": read_field(config, "conv_L_cache", int),
-        "conv_bias": read_field(config, "conv_bias", bool),
+        "model_type": model_type,
+        **{name: read_field(config, family.key(name), *kind) for name, kind in fields.items()},
+        "hidden_act": read_field(config, activation, str, family.defaults.get(activation, "silu")),
+        "experts": _read_experts(config, family),
+        "bos_token_id": read_optional(config, "bos_token_id", int),
+        "eos_token_ids": tuple(dict.fromkeys(eos)),
+        "torch_dtype": dtype.removeprefix("torch.") or "float32",
+        **_read_attention(config, family),
     }
-
-
-def _require_supported(field: str, value: str, supported: Iterable[str]) -> None:
-    if value not in supported:
-        names = ", ".join(map(repr, supported))
-        raise ConfigError(f"{field} = {bounded_repr(value)} is not supported; supported: {names}")
 
 
 def _in_vocabulary(tokens: Json, config: Json, family: Family) -> Json:

@@ -9,35 +9,43 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
+from ..arguments import Range, check_fields
 from ..bounded_repr import bounded_repr, bounded_text
 from ..errors import CheckpointError, ConfigError
-from ..kernels.ops.experts import Routing
-from .rope import Rope
+from ..kernels.ops.experts import Routing, Scores
 
 __all__ = [
     "ExpertLayout",
     "ExpertTraits",
     "ExpertsConfig",
+    "CONFIG_KEYS",
     "FAMILIES",
     "Family",
     "Json",
-    "LAYERS",
     "LAYER_TYPES",
     "LayerType",
     "MOST_SIZE",
     "MULTIPLIERS",
     "MtpLayout",
-    "NUMBERS",
-    "SIZES",
-    "check_ranges",
-    "check_rope",
+    "Number",
+    "Size",
     "family_of",
-    "named",
     "read_field",
     "read_optional",
 ]
+
+
+# Ranges of the numbers that describe a model: wide enough for any real one, and finite.
+
+MOST_SIZE = 2**31 - 1
+
+Size = Annotated[int, Range(1, MOST_SIZE)]
+"""Of dimensions and positions: a product of two fits 64 bits."""
+
+Number = Annotated[float, Range(1e-18, 1e18)]
+"""Of scales and caps: float32 holds their squares."""
 
 
 # How checkpoints store modules for multi-token prediction, and what such a module computes.
@@ -118,70 +126,7 @@ MIMO_MTP = MtpLayout(
 #17433); the state of further drafts, which the authors do not compute, is taken there too."""
 
 
-# Ranges of the numbers that describe a model: wide enough for any real one, and finite.
-
-MOST_SIZE = 2**31 - 1
-
-LAYERS = (1, 4096)
-
-SIZES = (1, MOST_SIZE)
-
-"""Of any other dimension, and of positions: a product of two fits 64 bits."""
-
-NUMBERS = (1e-18, 1e18)
-
-"""Of scales and caps: float32 holds their squares."""
-
-
-def check_ranges(fields: Mapping[str, float | None], bounds: tuple[float, float]) -> None:
-    """Raise `ConfigError` for the first of the fields that is not None and out of bounds."""
-    least, most = bounds
-    for name, value in fields.items():
-        if value is not None and not least <= value <= most:
-            bound = f"at most {most}" if value > most else f"at least {least}"
-            raise ConfigError(f"{name} = {bounded_repr(value)} must be {bound}")
-
-
-def named(config: object, *names: str) -> dict[str, Any]:
-    """Return some fields of a config by name."""
-    return {name: getattr(config, name) for name in names}
-
-
-def check_rope(rope: Rope, head_dim: int) -> None:
-    """Raise `ConfigError` for a rotation of heads of `head_dim` elements that cannot be computed.
-
-    A base below 1 has frequencies that overflow float32.
-    """
-    scaling, yarn = rope.scaling, rope.scaling.type == "yarn"
-    dim = rope.dim(head_dim) if 0 < rope.partial <= 1 else 0
-    if not (1 <= rope.theta < math.inf) or (yarn and rope.theta == 1):
-        bound = "above 1 for yarn scaling" if yarn else "a number of at least 1"
-        raise ConfigError(f"rope_theta = {rope.theta} must be {bound}")
-    if dim == 0:
-        raise ConfigError(
-            f"partial_rotary_factor = {rope.partial} must be above 0 and at most 1, and rotate at "
-            f"least one of head_dim = {head_dim} elements"
-        )
-    if scaling.type == "dynamic" and dim <= 2:
-        raise ConfigError(
-            f"dynamic rope scaling needs more than 2 rotated elements of a head, not {dim}"
-        )
-    if scaling.type == "longrope":
-        pairs = (dim + 1) // 2
-        for name in ("short_factor", "long_factor"):
-            factors = getattr(scaling, name)
-            if len(factors) != pairs:
-                raise ConfigError(
-                    f"rope {name} lists {len(factors)} factors, but {pairs} pairs of elements of a "
-                    "head are rotated"
-                )
-
-
 # The dimensions and the routing of a mixture of experts.
-
-_MOST_EXPERTS = 2048
-
-Scores = Literal["softmax", "sigmoid", "softmax_chosen"]
 
 GroupScore = Literal["max", "top_2_sum"]
 
@@ -190,23 +135,23 @@ GroupScore = Literal["max", "top_2_sum"]
 class ExpertsConfig:
     """A mixture of experts in place of the MLP (Shazeer et al. 2017). Raises `ConfigError`."""
 
-    num_experts: int
+    num_experts: Annotated[int, Range(1, 2048)]
     """Experts that the router chooses from."""
-    num_experts_per_tok: int
+    num_experts_per_tok: Size
     """Experts that it chooses for a token."""
-    moe_intermediate_size: int
+    moe_intermediate_size: Size
     """Width of an expert."""
-    n_shared_experts: int = 0
+    n_shared_experts: Annotated[int, Range(0, 2048)] = 0
     """Experts that every token uses in addition."""
     scores: Scores = "softmax"
     """As `Routing.scores`."""
     norm_topk_prob: bool = False
     """Whether the scores of a token's experts are divided by their sum."""
-    routed_scaling_factor: float = 1.0
+    routed_scaling_factor: Number = 1.0
     """Factor of the scores."""
-    n_group: int = 1
+    n_group: Size = 1
     """Groups of consecutive experts."""
-    topk_group: int = 1
+    topk_group: Size = 1
     """Groups that a token chooses from."""
     group_score: GroupScore = "max"
     """As `Routing.group_score`."""
@@ -214,16 +159,7 @@ class ExpertsConfig:
     """Layers with an MLP."""
 
     def __post_init__(self) -> None:
-        sizes = ("num_experts_per_tok", "moe_intermediate_size", "n_group", "topk_group")
-        check_ranges(named(self, *sizes), SIZES)
-        check_ranges(named(self, "routed_scaling_factor"), NUMBERS)
-        check_ranges(named(self, "num_experts"), (1, _MOST_EXPERTS))
-        check_ranges(named(self, "n_shared_experts"), (0, _MOST_EXPERTS))
-        if self.num_experts_per_tok > self.num_experts:
-            raise ConfigError(
-                f"num_experts_per_tok = {self.num_experts_per_tok} must be at most num_experts = "
-                f"{self.num_experts}"
-            )
+        check_fields(self, ConfigError)
         if self.num_experts % self.n_group:
             raise ConfigError(
                 f"num_experts = {self.num_experts} must be a multiple of n_group = {self.n_group}"
@@ -236,7 +172,8 @@ class ExpertsConfig:
         if self.num_experts_per_tok > self.topk_group * size:
             raise ConfigError(
                 f"num_experts_per_tok = {self.num_experts_per_tok} must be at most "
-                f"{self.topk_group * size}, the experts of topk_group = {self.topk_group} groups"
+                f"{self.topk_group * size}, the experts of topk_group = {self.topk_group} groups "
+                f"of num_experts = {self.num_experts}"
             )
         if self.group_score == "top_2_sum" and size < 2:
             raise ConfigError(
@@ -297,8 +234,6 @@ class ExpertTraits:
     """Layouts of checkpoints; published ones have the first."""
     optional: bool = False
     """Whether a config without experts has an MLP in every layer."""
-    keys: Mapping[str, str] = field(default_factory=dict)
-    """Field of `ExpertsConfig` -> its key in `config.json`, where they differ."""
     shared: str = ""
     """Name of the MLP that all tokens use; empty: there is none."""
     router_bias: bool = False
@@ -330,6 +265,14 @@ MULTIPLIERS = (
 
 """Of Granite; keys of `config.json` and fields of `ModelConfig`."""
 
+CONFIG_KEYS = {
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "eos_token_ids": "eos_token_id",
+}
+"""Field of `ModelConfig` -> its key in `config.json`, where they differ."""
+
 T = TypeVar("T")
 
 _MOST_INT = 2**63 - 1
@@ -360,6 +303,9 @@ class Family:
     families have, such as `attn_logit_softcapping`, are read where they are listed: see `reads`."""
     fixed: Json = field(default_factory=dict)
     """Keys of `config.json` that transformers does not read, with the values it assumes."""
+    keys: Mapping[str, str] = field(default_factory=dict)
+    """Field of `ModelConfig` or `ExpertsConfig` -> its key in `config.json`, where other families
+    have another one."""
     prepare: Callable[[Json], Json] = lambda config: config
     """Returns a config with the keys that transformers derives from others. Raises
     `CheckpointError` for variants of the architecture that are not supported."""
@@ -369,16 +315,16 @@ class Family:
     """Whether `use_sliding_window` of the config switches the window on."""
     lists_layer_types: bool = False
     """Whether `layer_types` of the config decides."""
+    layer_kinds: Mapping[str, str] = field(default_factory=lambda: {t: t for t in LAYER_TYPES})
+    """Name in `layer_types` -> `LayerType`, or `conv` for a short convolution."""
     is_unrotated: Callable[[Json, int], bool] = lambda config, layer: False
-    """Whether queries and keys of a layer are not rotated."""
+    """Whether queries and keys of a layer are not rotated; the config lists `layer_types`."""
     layer_norms: LayerNorms = field(default_factory=LayerNorms)
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     """Names in a checkpoint of the projections of queries, keys and values; one if fused."""
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     """Names in a checkpoint of the projections of the MLP to gate and up; one if fused."""
     down: str = "mlp.down_proj"
-    inner_size_key: str = "intermediate_size"
-    """The key of `config.json` with the width of the MLP."""
     output: str = "self_attn.o_proj"
     """Name in a checkpoint of the output projection of attention."""
     qk_norm_names: tuple[str, str] = ("q_norm", "k_norm")
@@ -386,10 +332,6 @@ class Family:
     final_norm: str = "model.norm"
     output_bias: bool = True
     """Whether the output projection of attention has a bias if q, k and v have one."""
-    activation_key: str = "hidden_act"
-    """The key of `config.json` that names the activation of the MLP."""
-    activation: str = "silu"
-    """The activation where the config names none."""
     qk_norm: Literal["none", "each_head", "all_heads", "unweighted"] = "none"
     """What is normed of queries and keys before they are rotated: each head of a token by itself,
     or all its heads together; or each head without weight, in layers with rotation only."""
@@ -420,6 +362,10 @@ class Family:
     def reads(self, key: str) -> bool:
         """Whether a key of `config.json` that only some families have applies to this one."""
         return key in self.defaults or key in self.fixed
+
+    def key(self, field: str) -> str:
+        """Return the key of `config.json` for a field of `ModelConfig` or `ExpertsConfig`."""
+        return self.keys.get(field) or CONFIG_KEYS.get(field, field)
 
     @property
     def two_ropes(self) -> bool:
@@ -472,9 +418,13 @@ def _sliding_if_windowed(config: Json, layer: int) -> bool:
     return config.get("sliding_window") is not None
 
 
+def _last_of_each_pattern_full(config: Json, layer: int) -> bool:
+    return (layer + 1) % read_count(config, "sliding_window_pattern") != 0
+
+
 def _is_unrotated(config: Json, layer: int) -> bool:
     """SmolLM3 and Llama 4: `no_rope_layers` has a 1 for each layer that is rotated."""
-    listed = config.get("no_rope_layers")
+    listed = config.get("no_rope_layers") or None
     if listed is None:
         return (layer + 1) % read_count(config, "no_rope_layer_interval") == 0
     num_layers = read_field(config, "num_hidden_layers", int)
@@ -515,7 +465,7 @@ def _with_longrope(config: Json) -> Json:
 
 
 def _dense_granite(config: Json) -> Json:
-    """Granite 4: refuse layers with Mamba or experts."""
+    """Granite 4: refuse layers with experts; Mamba layers are not in `layer_kinds`."""
     types = config.get("layer_types")
     if types is None:
         types = config.get("layers_block_type")
@@ -524,15 +474,6 @@ def _dense_granite(config: Json) -> Json:
             "the config has no layer_types, so all layers of GraniteMoeHybridForCausalLM are "
             "Mamba layers, which are not supported; only 'full_attention' is"
         )
-    if isinstance(types, list):
-        types = ["full_attention" if name == "attention" else name for name in types]
-        for layer, name in enumerate(types):
-            if name != "full_attention":
-                raise CheckpointError(
-                    f"layer_types has {bounded_repr(name)} for layer {layer}; of "
-                    "GraniteMoeHybridForCausalLM only models whose layers are all "
-                    "'full_attention' are supported"
-                )
     experts = read_field(config, "num_local_experts", int)
     if experts != 0:
         raise CheckpointError(
@@ -552,20 +493,14 @@ def _with_end_tokens(config: Json) -> Json:
 
 
 def _with_lfm2_names(config: Json) -> Json:
-    """LFM2: other names, and a width of the MLP that is rounded (`block_auto_adjust_ff_dim`)."""
-    layers = read_field(config, "num_hidden_layers", int)
+    """LFM2: layers by number, and a width of the MLP that is rounded."""
     attending = _layers(config, "full_attn_idxs")
-    if config.get("full_attn_idxs") is None:
-        attending = frozenset(range(layers))
     types = config.get("layer_types")
     if types is None:
-        types = ["full_attention" if i in attending else "conv" for i in range(layers)]
-    known = isinstance(types, list) and len(types) == layers
-    if not known or any(name not in ("conv", "full_attention") for name in types):
-        raise CheckpointError(
-            f"layer_types must list 'conv' or 'full_attention' for each of {layers} layers, not "
-            f"{bounded_repr(types)}"
-        )
+        layers = range(read_field(config, "num_hidden_layers", int))
+        if config.get("full_attn_idxs") is None:
+            attending = frozenset(layers)
+        types = ["full_attention" if i in attending else "conv" for i in layers]
     renamed = config.get("block_ff_dim") is not None
     width = read_field(config, "block_ff_dim" if renamed else "intermediate_size", int)
     if read_field(config, "block_auto_adjust_ff_dim", bool):
@@ -577,10 +512,8 @@ def _with_lfm2_names(config: Json) -> Json:
     tied = read_optional(config, "tie_embedding", bool)
     return {
         **config,
-        "conv_layers": [i for i, name in enumerate(types) if name == "conv"],
-        "layer_types": None,
+        "layer_types": types,
         "intermediate_size": width,
-        "rms_norm_eps": read_field(config, "norm_eps", float),
         **({} if tied is None else {"tie_word_embeddings": tied}),
     }
 
@@ -601,7 +534,10 @@ _LFM2 = Family(
         "block_auto_adjust_ff_dim": True,
     },
     fixed={"attention_bias": False, "mlp_bias": False},
+    keys={"rms_norm_eps": "norm_eps"},
     prepare=_with_lfm2_names,
+    lists_layer_types=True,
+    layer_kinds={"full_attention": "full_attention", "conv": "conv"},
     layer_norms=LayerNorms(input="operator_norm", mlp="ffn_norm"),
     output="self_attn.out_proj",
     gate_up=("feed_forward.w1", "feed_forward.w3"),
@@ -612,27 +548,12 @@ _LFM2 = Family(
 )
 
 
-def _with_cohere_names(config: Json) -> Json:
-    """Cohere 2: other names of the epsilon and the factor of logits; one layer in four is full."""
+def _with_logits_scaling(config: Json) -> Json:
+    """Cohere 2: the divisor of logits is the inverse of a factor."""
     factor = read_field(config, "logit_scale", float)
     if not factor > 0.0:
         raise CheckpointError(f"logit_scale = {factor} must be positive")
-    layers = range(read_field(config, "num_hidden_layers", int))
-    types = config.get("layer_types")
-    if types is None:
-        every = read_count(config, "sliding_window_pattern", 4)
-        types = [LAYER_TYPES[bool((layer + 1) % every)] for layer in layers]
-    return {
-        **config,
-        "layer_types": types,
-        "logits_scaling": 1.0 / factor,
-        "rms_norm_eps": read_field(config, "layer_norm_eps", float),
-    }
-
-
-def _is_full(config: Json, layer: int) -> bool:
-    types = config.get("layer_types")
-    return isinstance(types, list) and layer < len(types) and types[layer] == LAYER_TYPES[False]
+    return {**config, "logits_scaling": 1.0 / factor}
 
 
 _COHERE2 = Family(
@@ -643,12 +564,15 @@ _COHERE2 = Family(
         "layer_norm_eps": 1e-5,
         "logit_scale": 0.0625,
         "sliding_window": 4096,
+        "sliding_window_pattern": 4,
         "tie_word_embeddings": True,
     },
     fixed={"logits_scaling": 1.0},
-    prepare=_with_cohere_names,
+    keys={"rms_norm_eps": "layer_norm_eps"},
+    prepare=_with_logits_scaling,
+    is_sliding=_last_of_each_pattern_full,
     lists_layer_types=True,
-    is_unrotated=_is_full,
+    is_unrotated=lambda config, layer: config["layer_types"][layer] == "full_attention",
     layer_norms=LayerNorms(mlp=None),
     rope_interleaved=True,
     centred_norms=True,
@@ -736,6 +660,8 @@ _BY_EXPERT = ExpertLayout(
 
 _STACKED = ExpertLayout()
 
+_LOCAL_EXPERTS = {"num_experts": "num_local_experts", "moe_intermediate_size": "intermediate_size"}
+
 MIXTRAL = ExpertTraits(
     layouts=(
         ExpertLayout(
@@ -748,7 +674,6 @@ MIXTRAL = ExpertTraits(
         ),
         _STACKED,
     ),
-    keys={"num_experts": "num_local_experts", "moe_intermediate_size": "intermediate_size"},
 )
 
 QWEN3_MOE = ExpertTraits(
@@ -768,7 +693,6 @@ GPT_OSS = ExpertTraits(
         ),
         ExpertLayout(router="mlp.router", transposed=True, interleaved=True),
     ),
-    keys={"num_experts": "num_local_experts", "moe_intermediate_size": "intermediate_size"},
     router_bias=True,
     biases=True,
     mxfp4=True,
@@ -778,7 +702,6 @@ DEEPSEEK_V2 = ExpertTraits(
     dense_layers=_deepseek_dense,
     optional=True,
     layouts=(_BY_EXPERT, _STACKED),
-    keys={"num_experts": "n_routed_experts"},
     shared="mlp.shared_experts",
 )
 
@@ -800,48 +723,9 @@ LLAMA4 = ExpertTraits(
             transposed=True,
         ),
     ),
-    keys={"num_experts": "num_local_experts", "moe_intermediate_size": "intermediate_size"},
     shared="feed_forward.shared_expert",
     scaled_inputs=True,
 )
-
-
-# What the layers of Llama 4 derive from its config.
-#
-# Most layers rotate queries and keys and attend within chunks; the others do neither, attend to all
-# previous tokens, and scale queries by their position.
-
-_CHUNKED = "chunked_attention"
-
-
-def prepare_llama4(config: Json) -> Json:
-    """Return the config with chunks as windows of sliding layers.
-
-    Raises:
-        CheckpointError: the keys that describe layers contradict each other.
-    """
-    layers = read_field(config, "num_hidden_layers", int)
-    config = {**config, "no_rope_layers": config.get("no_rope_layers") or None}
-    rotated = [not _is_unrotated(config, layer) for layer in range(layers)]
-    types = config.get("layer_types")
-    if types is None:
-        types = [_CHUNKED if rotated[i] else "full_attention" for i in range(layers)]
-    known = (_CHUNKED, "full_attention")
-    if not isinstance(types, list) or not all(kind in known for kind in types):
-        raise CheckpointError(
-            f"layer_types must be a list of {', '.join(map(repr, known))}, not "
-            + bounded_repr(types)
-        )
-    chunk = read_optional(config, "attention_chunk_size", int)
-    if _CHUNKED in types and (chunk is None or chunk < 1):
-        raise CheckpointError(
-            f"attention_chunk_size = {chunk} must be at least 1: layer_types has {_CHUNKED!r}"
-        )
-    return {
-        **config,
-        "layer_types": ["sliding_attention" if t == _CHUNKED else t for t in types],
-        "sliding_window": chunk,
-    }
 
 
 def _sliding_from_a_layer_on(config: Json, layer: int) -> bool:
@@ -853,10 +737,6 @@ def _every_second_full(config: Json, layer: int) -> bool:
     return layer % 2 == 0
 
 
-def _last_of_each_pattern_full(config: Json, layer: int) -> bool:
-    return (layer + 1) % read_count(config, "sliding_window_pattern") != 0
-
-
 _GEMMA: dict[str, Any] = {
     "bos_token_id": 2,
     "eos_token_id": 1,
@@ -866,6 +746,7 @@ _GEMMA: dict[str, Any] = {
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
     "final_logit_softcapping": None,
+    "hidden_activation": "gelu_pytorch_tanh",
 }
 
 _GEMMA2 = Family(
@@ -873,8 +754,7 @@ _GEMMA2 = Family(
     defaults=_GEMMA | {"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
     is_sliding=_every_second_full,
     lists_layer_types=True,
-    activation_key="hidden_activation",
-    activation="gelu_pytorch_tanh",
+    keys={"hidden_act": "hidden_activation"},
     offset_norms=True,
     layer_norms=LayerNorms(
         attention_output="post_attention_layernorm",
@@ -977,6 +857,7 @@ FAMILIES: dict[str, Family] = {
         },
         latent=True,
         rope_interleaved=True,
+        keys={"num_experts": "n_routed_experts"},
         experts=DEEPSEEK_V2,
     ),
     "deepseek_v3": Family(
@@ -998,6 +879,7 @@ FAMILIES: dict[str, Family] = {
         },
         latent=True,
         rope_interleaved=None,
+        keys={"num_experts": "n_routed_experts"},
         experts=DEEPSEEK_V3,
         mtp=DEEPSEEK_MTP,
     ),
@@ -1013,6 +895,7 @@ FAMILIES: dict[str, Family] = {
         },
         fixed={"attention_bias": False, "norm_topk_prob": True},
         is_sliding=_sliding_if_windowed,
+        keys=_LOCAL_EXPERTS,
         experts=MIXTRAL,
     ),
     "qwen3_moe": Family(
@@ -1048,6 +931,7 @@ FAMILIES: dict[str, Family] = {
         is_sliding=_every_second_full,
         lists_layer_types=True,
         attention_sinks=True,
+        keys=_LOCAL_EXPERTS,
         experts=GPT_OSS,
     ),
     "llama4_text": Family(
@@ -1069,12 +953,18 @@ FAMILIES: dict[str, Family] = {
             "attn_scale": 0.1,
         },
         fixed={"n_shared_experts": 1},
-        prepare=prepare_llama4,
+        keys={
+            **_LOCAL_EXPERTS,
+            "intermediate_size": "intermediate_size_mlp",
+            "sliding_window": "attention_chunk_size",
+        },
+        # Rotated layers attend within chunks, the others to all previous tokens.
+        is_sliding=lambda config, layer: not _is_unrotated(config, layer),
         lists_layer_types=True,
+        layer_kinds={"chunked_attention": "sliding_attention", "full_attention": "full_attention"},
         is_unrotated=_is_unrotated,
         gate_up=("feed_forward.gate_proj", "feed_forward.up_proj"),
         down="feed_forward.down_proj",
-        inner_size_key="intermediate_size_mlp",
         qk_norm="unweighted",
         chunked=True,
         rope_interleaved=True,
@@ -1127,11 +1017,13 @@ FAMILIES: dict[str, Family] = {
     "granitemoehybrid": Family(
         architecture="GraniteMoeHybridForCausalLM",
         defaults=_GRANITE | {"num_local_experts": 8, "shared_intermediate_size": 1024},
+        keys={"intermediate_size": "shared_intermediate_size"},
         prepare=_dense_granite,
+        lists_layer_types=True,
+        layer_kinds=dict.fromkeys(("attention", "full_attention"), "full_attention"),
         is_unrotated=lambda config, layer: config.get("position_embedding_type") != "rope",
         gate_up=("shared_mlp.input_linear",),
         down="shared_mlp.output_linear",
-        inner_size_key="shared_intermediate_size",
     ),
     "glm": _GLM_FAMILY,
     "glm4": replace(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Annotated, Literal, NamedTuple
 
 import torch
 
-from ..bounded_repr import bounded_repr
+from ..arguments import Range, check_fields
 from ..errors import ConfigError
 
 __all__ = [
@@ -24,23 +24,10 @@ __all__ = [
 
 RopeType = Literal["default", "linear", "llama3", "yarn", "longrope", "dynamic"]
 
-_LEAST, _MOST = 1e-9, 1e9
-"""Of factors: their logarithms and quotients stay finite in float32."""
+Factor = Annotated[float, Range(1e-9, 1e9)]
+"""Logarithms and quotients of factors stay finite in float32."""
 
-_RANGES = (
-    ("factor", 1.0, _MOST),
-    ("original_max_position_embeddings", 1, 2**31 - 1),
-    ("low_freq_factor", _LEAST, _MOST),
-    ("high_freq_factor", _LEAST, _MOST),
-    ("beta_fast", _LEAST, _MOST),
-    ("beta_slow", _LEAST, _MOST),
-    ("short_factor", _LEAST, _MOST),
-    ("long_factor", _LEAST, _MOST),
-    ("attention_factor", _LEAST, _MOST),
-    ("mscale", 0.0, _MOST),
-    ("mscale_all_dim", 0.0, _MOST),
-)
-"""Fields of `RopeScaling`, with the least and the largest value; in a list, of each number."""
+Weight = Annotated[float, Range(0.0, 1e9)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,49 +43,38 @@ class RopeScaling:
     """
 
     type: RopeType = "default"
-    factor: float = 1.0
-    original_max_position_embeddings: int = 8192
+    factor: Annotated[float, Range(1.0, 1e9)] = 1.0
+    original_max_position_embeddings: Annotated[int, Range(1, 2**31 - 1)] = 8192
     """All but `linear`: context length of the first training, in tokens; `dynamic`: the
     `max_position_embeddings` of the config."""
-    low_freq_factor: float = 1.0
+    low_freq_factor: Factor = 1.0
     """`llama3`: frequencies with wavelengths above `original_max_position_embeddings` / this are
     divided by `factor`."""
-    high_freq_factor: float = 4.0
+    high_freq_factor: Factor = 4.0
     """`llama3`: those with wavelengths below `original_max_position_embeddings` / this are kept."""
-    beta_fast: float = 32.0
+    beta_fast: Factor = 32.0
     """`yarn`: pairs that turn more often than this in the first training's context are kept."""
-    beta_slow: float = 1.0
+    beta_slow: Factor = 1.0
     """`yarn`: frequencies of pairs that turn less often than this are divided by `factor`."""
     truncate: bool = True
     """`yarn`: whether the blend begins and ends at whole pairs. transformers 5.23 reads the key at
     the top level of `rope_parameters` only, and ignores it where parameters are nested by the kind
     of layer, as in Gemma 3; here it counts there too."""
-    short_factor: tuple[float, ...] = ()
+    short_factor: tuple[Factor, ...] = ()
     """`longrope`: divisor of the frequency of each pair, for sequences within the first training's
     context."""
-    long_factor: tuple[float, ...] = ()
+    long_factor: tuple[Factor, ...] = ()
     """`longrope`: the same for longer sequences."""
-    attention_factor: float | None = None
+    attention_factor: Factor | None = None
     """`yarn`, `longrope`: the multiplier of cosines and sines; None: computed from `factor`."""
-    mscale: float | None = None
+    mscale: Weight | None = None
     """`yarn`: weight of log(factor) in the multiplier of cosines and sines."""
-    mscale_all_dim: float | None = None
+    mscale_all_dim: Weight | None = None
     """Weight of log(factor) in the multiplier of the scores of latent attention. `yarn` divides
     cosines and sines by the root of that multiplier if `mscale` is given too."""
 
     def __post_init__(self) -> None:
-        if self.type not in get_args(RopeType):
-            raise ConfigError(
-                f"rope type {bounded_repr(self.type)} is not supported; supported are "
-                + ", ".join(map(repr, get_args(RopeType)))
-            )
-        for name, least, most in _RANGES:
-            value = getattr(self, name)
-            for number in value if isinstance(value, tuple) else (value,):
-                if number is not None and not least <= number <= most:
-                    raise ConfigError(
-                        f"rope {name} = {bounded_repr(number)} must be from {least:g} to {most:g}"
-                    )
+        check_fields(self, ConfigError, "rope")
         if self.type == "longrope" and self.original_max_position_embeddings < 2:
             raise ConfigError("rope original_max_position_embeddings = 1 must be at least 2")
         if self.type == "llama3" and self.low_freq_factor >= self.high_freq_factor:
@@ -164,6 +140,33 @@ class Rope(NamedTuple):
         """Elements of a head that are rotated: `dim`, rounded up to whole pairs."""
         dim = self.dim(head_dim)
         return dim + dim % 2
+
+    def check(self, head_dim: int) -> None:
+        """Raise `ConfigError` if heads of `head_dim` elements cannot be rotated so.
+
+        A base below 1 has frequencies that overflow float32.
+        """
+        scaling, yarn = self.scaling, self.scaling.type == "yarn"
+        dim = self.dim(head_dim) if 0 < self.partial <= 1 else 0
+        if not (1 <= self.theta < math.inf) or (yarn and self.theta == 1):
+            bound = "above 1 for yarn scaling" if yarn else "a number of at least 1"
+            raise ConfigError(f"rope_theta = {self.theta} must be {bound}")
+        if dim == 0:
+            raise ConfigError(
+                f"partial_rotary_factor = {self.partial} must be above 0 and at most 1, and rotate"
+                f" at least one of head_dim = {head_dim} elements"
+            )
+        if scaling.type == "dynamic" and dim <= 2:
+            raise ConfigError(
+                f"dynamic rope scaling needs more than 2 rotated elements of a head, not {dim}"
+            )
+        pairs = (dim + 1) // 2
+        for name in ("short_factor", "long_factor") if scaling.type == "longrope" else ():
+            if len(factors := getattr(scaling, name)) != pairs:
+                raise ConfigError(
+                    f"rope {name} lists {len(factors)} factors, but {pairs} pairs of elements of a "
+                    "head are rotated"
+                )
 
 
 UNROTATED = Rope(1.0, UNSCALED, 0.0)

@@ -183,14 +183,14 @@ def test_refuses_remote_code_and_models_that_nobody_knows(tmp_path: Path) -> Non
         Engine.from_pretrained("preset:smollm2-135m", EngineConfig(model_impl="transformers"))
 
 
-@pytest.mark.parametrize("change", ["missing", "shape"])
+@pytest.mark.parametrize("change", ["missing", "shape", "dtype"])
 def test_refuses_tensors_that_do_not_fit_the_model(change: str, tmp_path: Path) -> None:
     source, name = checkpoint("gpt_neox"), "gpt_neox.layers.1.attention.dense.weight"
     tensors = load_file(source / "model.safetensors")
     if change == "missing":
         tensors["gpt_neox.layers.1.attention.other"] = tensors.pop(name)
     else:
-        tensors[name] = tensors[name][:8]
+        tensors[name] = tensors[name][:8] if change == "shape" else tensors[name].double()
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     message = refusal(json.loads((source / "config.json").read_text()), tmp_path)
     assert name in message

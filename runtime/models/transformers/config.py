@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from ...kernels.ops.linear import Linear
 from ...kernels.ops.norms import Norm
 from ...kernels.ops.operation import Opaque
 from ...kernels.ops.parameter import Parameter, Source
-from ..config import DTYPES, DecoderConfig, check_quantisation, token_ids
+from ..config import DTYPES, DecoderConfig, Dtype, check_quantisation, token_ids
 from ..families import read_optional
 from .attention import IMPLEMENTATION, register
 from .library import convertible_parameters, import_transformers, quiet, reason_of
@@ -296,7 +296,7 @@ def read_transformers_config(
     model_class = _model_class(transformers, source, config)
     text = source.get_text_config(decoder=True)
     dtype = config.get("dtype", config.get("torch_dtype")) or text.dtype or "float32"
-    torch_dtype = str(dtype).removeprefix("torch.")
+    torch_dtype = cast("Dtype", str(dtype).removeprefix("torch."))
     if torch_dtype not in DTYPES:
         raise CheckpointError(
             f"dtype = {bounded_repr(torch_dtype)} is not supported; supported: {', '.join(DTYPES)}"
