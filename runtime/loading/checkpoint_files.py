@@ -1,14 +1,12 @@
 """Opens and parses the files of untrusted checkpoint directories within limits.
 
-Only regular files are read. Anything else at their path (a directory, a FIFO that would block, a
-loop of symbolic links, a file without read permission) is a `CheckpointError`.
+Only regular files are read. Anything else at their path is a `CheckpointError`.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import stat
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
@@ -22,7 +20,6 @@ from ..errors import CheckpointError
 
 __all__ = [
     "has_file",
-    "is_directory",
     "no_checkpoint",
     "no_weights",
     "quantised_by",
@@ -30,37 +27,21 @@ __all__ = [
     "refuse_other_formats",
 ]
 
-_EFFECTIVE_IDS = os.access in os.supports_effective_ids
-
-
-def is_directory(path: Path) -> bool:
-    """Return whether `path` is a directory that can be searched; False if it does not exist.
-
-    Raises `CheckpointError` if the operating system does not tell, for instance because a parent
-    directory may not be searched.
-    """
-    mode = _mode(path)
-    if mode is None or not stat.S_ISDIR(mode):
-        return False
-    if not os.access(path, os.X_OK, effective_ids=_EFFECTIVE_IDS):
-        raise CheckpointError(f"{_shown(path)} may not be searched by this user: check its mode")
-    return True
-
 
 def has_file(path: Path) -> bool:
     """Return whether `path` is a regular file; False if it does not exist.
 
-    Raises `CheckpointError` for anything else, and for a file without read permission.
+    Raises `CheckpointError` for anything else, such as a FIFO, which would block, or a broken link.
     """
-    mode = _mode(path)
-    if mode is None:
-        return False
-    if not stat.S_ISREG(mode):
-        kind = "a folder" if stat.S_ISDIR(mode) else "a device, socket or FIFO"
-        raise CheckpointError(f"{_shown(path)} is {kind}, where a file is expected")
-    if not os.access(path, os.R_OK, effective_ids=_EFFECTIVE_IDS):
-        raise CheckpointError(f"{_shown(path)} may not be read by this user: check its mode")
-    return True
+    try:
+        if path.is_file():
+            return True
+        if not path.is_symlink() and not path.exists():
+            return False
+    except OSError as error:
+        raise CheckpointError(f"{_shown(path)} cannot be read: {error.strerror}") from error
+    kind = "a directory" if path.is_dir() else "not a file, or a link to none"
+    raise CheckpointError(f"{_shown(path)} is {kind}, where a file is expected")
 
 
 def read_json_object(path: Path, most_bytes: int) -> dict[str, Any]:
@@ -96,21 +77,6 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
         raise ValueError(f"the key {bounded_repr(twice)} occurs twice in one object")
     return content
-
-
-def _mode(path: Path) -> int | None:
-    """Return the mode of the file at `path`, following links; None if it does not exist."""
-    try:
-        return path.stat().st_mode
-    except (FileNotFoundError, NotADirectoryError):
-        if path.is_symlink():
-            raise CheckpointError(
-                f"{_shown(path)} is a symbolic link to something that does not exist"
-            ) from None
-        return None
-    except (OSError, ValueError) as error:  # a loop of links, no permission, a NUL in the name
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise CheckpointError(f"{_shown(path)} cannot be read: {bounded_text(reason)}") from error
 
 
 def _shown(path: Path) -> str:
@@ -155,9 +121,8 @@ _OF_FILES = {
 def no_checkpoint(path: Path) -> CheckpointError:
     """Return the error for a file, or for a directory without `config.json`."""
     subject = f"no checkpoint at {_shown(path)}"
-    if path.is_dir():
+    if path.is_dir() or not has_file(path):
         return _without(f"{subject}: it has no config.json", _names(path), "no_config")
-    has_file(path)  # or raise
     return _without(f"{subject}: it is a file", [path.name], "file")
 
 

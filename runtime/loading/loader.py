@@ -21,7 +21,7 @@ import torch
 from ..bounded_repr import bounded_repr, bounded_text
 from ..errors import CheckpointError, ConfigError
 from ..models.config import DecoderConfig, ModelConfig
-from ..models.plan import Cut, Parameter, fused_layout, plan_of
+from ..models.plan import Parameter, fused_layout, plan_of
 from ..models.presets import preset
 from ..progress import progress_bar
 from ..sampling_params import NEUTRAL, SamplingDefaults
@@ -35,7 +35,7 @@ from .checkpoint import (
     read_config,
     read_sampling_defaults,
 )
-from .checkpoint_files import is_directory, no_checkpoint
+from .checkpoint_files import no_checkpoint
 from .tokenizer import TextTokenizer, load_tokenizer
 
 __all__ = [
@@ -149,13 +149,14 @@ def find_directory(source: str | Path, *, config_only: bool = False) -> Path:
     name = str(source)
     try:
         directory = Path(source).expanduser()
-    except RuntimeError as error:
+        if directory.is_dir():
+            return directory
+        exists = directory.exists() or directory.is_symlink()
+    except (OSError, RuntimeError) as error:  # no permission, or no home directory
         raise CheckpointError(
-            f"no checkpoint at {bounded_text(name)}: the home directory is unknown ({error})"
+            f"no checkpoint at {bounded_text(name)}: {bounded_text(error)}"
         ) from error
-    if is_directory(directory):
-        return directory
-    if directory.exists():
+    if exists:
         raise no_checkpoint(directory)
     if isinstance(source, Path) or not _HUB_ID.fullmatch(source):
         raise CheckpointError(
@@ -259,40 +260,20 @@ def random_weights(
         whole = fused.shape if fused.cut is None else fused.cut.whole
         pool = torch.empty(min(math.prod(whole), _NORMAL_POOL), dtype=torch.float32)
         pool = pool.normal_(0.0, _INITIAL_STD, generator=generator).to(dtype_here).to(device)
-        tensor = torch.empty(fused.shape, dtype=dtype_here, device=device)
-        _fill_from_pool(tensor.view(fused.stacked_shape), pool, fused.cut)
+        tensor = torch.empty(whole, dtype=dtype_here, device=device)
+        for part in tensor.view(-1).split(len(pool)):
+            part.copy_(pool[: len(part)])
+        if fused.cut is not None:
+            rows, columns = fused.cut.rows, fused.cut.columns
+            tensor = torch.cat([tensor[r.start : r.stop] for r in rows])
+            if columns is not None:
+                tensor = tensor[:, columns.start : columns.stop].contiguous()
+            tensor = tensor.view(fused.shape)
         for source, part in fused.parts(tensor):
             if source.name is None:
                 part.zero_()
         yield name, tensor
         del tensor, part  # before the next one is allocated
-
-
-def _fill_from_pool(tensor: torch.Tensor, pool: torch.Tensor, cut: Cut | None) -> None:
-    """Fill a tensor, or the part of one, with the values of the pool, one after the other."""
-    if cut is None or cut.columns is None:
-        row = math.prod(tensor.shape[1:])
-        rows = [range(len(tensor))] if cut is None else cut.rows
-        for target, held in zip(tensor.split(list(map(len, rows))), rows, strict=True):
-            _repeat(target.view(-1), pool, held.start * row)
-        return
-    (rows_held,) = cut.rows
-    assert len(rows_held) == cut.whole[0], "columns of all rows"
-    columns, at_once = cut.columns, max(1, _NORMAL_POOL // cut.whole[1])
-    for start in range(0, len(tensor), at_once):
-        target = tensor[start : start + at_once]
-        rows_here = tensor.new_empty(len(target), cut.whole[1])
-        _repeat(rows_here.view(-1), pool, start * cut.whole[1])
-        target.copy_(rows_here[:, columns.start : columns.stop])
-
-
-def _repeat(flat: torch.Tensor, pool: torch.Tensor, start: int) -> None:
-    """Write the values from index `start` on of the endlessly repeated pool."""
-    first = start % len(pool)
-    head = min(len(flat), len(pool) - first)
-    flat[:head].copy_(pool[first : first + head])
-    for part in torch.split(flat[head:], len(pool)):
-        part.copy_(pool[: len(part)])
 
 
 # A model that was found, opened for reading: checked headers, tokenizer, weights.

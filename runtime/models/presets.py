@@ -10,43 +10,17 @@ from .config import ExpertsConfig, LatentConfig, LayerType, ModelConfig, Rope, R
 __all__ = ["PRESETS", "preset"]
 
 
-def _model(
-    shape: tuple[str, int, int, int, int, int, int],
-    sizes: tuple[int, int, float, float],
-    ends: tuple[int | None, tuple[int, ...]],
-    *,
-    tied: bool,
-    **more: Any,
-) -> ModelConfig:
-    """A config in bfloat16.
+_SHAPE = (
+    *("model_type", "num_layers", "hidden_size", "intermediate_size"),
+    *("num_heads", "num_kv_heads", "head_dim"),
+    *("vocab_size", "max_position_embeddings", "rope_theta", "rms_norm_eps"),
+    *("bos_token_id", "eos_token_ids", "tie_word_embeddings"),
+)
 
-    Args:
-        shape: model type, layers, hidden and intermediate size, heads, key/value heads, head_dim.
-        sizes: vocabulary, positions, base of the rotation, epsilon of the norms.
-        ends: the token that begins a text, and those that end it.
-        tied: whether embedding and output projection are one.
-        **more: other fields.
-    """
-    model_type, layers, hidden, intermediate, heads, kv_heads, head_dim = shape
-    vocab, positions, theta, eps = sizes
-    return ModelConfig(
-        model_type=model_type,
-        vocab_size=vocab,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        rms_norm_eps=eps,
-        rope_theta=theta,
-        max_position_embeddings=positions,
-        tie_word_embeddings=tied,
-        bos_token_id=ends[0],
-        eos_token_ids=ends[1],
-        torch_dtype="bfloat16",
-        **more,
-    )
+
+def _model(*shape: Any, **more: Any) -> ModelConfig:
+    """Return a config in bfloat16 with the fields `_SHAPE`, and more."""
+    return ModelConfig(**dict(zip(_SHAPE, shape, strict=True)), torch_dtype="bfloat16", **more)
 
 
 def _llama3_scaling(factor: float) -> RopeScaling:
@@ -72,58 +46,42 @@ _V2_LITE_LATENT = LatentConfig(
 
 PRESETS: dict[str, ModelConfig] = {
     "smollm2-135m": _model(
-        ("llama", 30, 576, 1536, 9, 3, 64),
-        (49152, 8192, 100000.0, 1e-5),
-        (0, (0,)),
-        tied=True,
+        *("llama", 30, 576, 1536, 9, 3, 64),
+        *(49152, 8192, 100000.0, 1e-5, 0, (0,), True),
     ),
     "llama-3.2-1b": _model(
-        ("llama", 16, 2048, 8192, 32, 8, 64),
-        (128256, 131072, 500000.0, 1e-5),
-        (128000, (128001,)),
-        tied=True,
+        *("llama", 16, 2048, 8192, 32, 8, 64),
+        *(128256, 131072, 500000.0, 1e-5, 128000, (128001,), True),
         rope_scaling=_llama3_scaling(32.0),
     ),
     "llama-3.1-8b": _model(
-        ("llama", 32, 4096, 14336, 32, 8, 128),
-        (128256, 131072, 500000.0, 1e-5),
-        (128000, (128001,)),
-        tied=False,
+        *("llama", 32, 4096, 14336, 32, 8, 128),
+        *(128256, 131072, 500000.0, 1e-5, 128000, (128001,), False),
         rope_scaling=_llama3_scaling(8.0),
     ),
     "llama-3.1-70b": _model(
-        ("llama", 80, 8192, 28672, 64, 8, 128),
-        (128256, 131072, 500000.0, 1e-5),
-        (128000, (128001,)),
-        tied=False,
+        *("llama", 80, 8192, 28672, 64, 8, 128),
+        *(128256, 131072, 500000.0, 1e-5, 128000, (128001,), False),
         rope_scaling=_llama3_scaling(8.0),
     ),
     "qwen2.5-0.5b": _model(
-        ("qwen2", 24, 896, 4864, 14, 2, 64),
-        (151936, 32768, 1000000.0, 1e-6),
-        (151643, (151643,)),
-        tied=True,
+        *("qwen2", 24, 896, 4864, 14, 2, 64),
+        *(151936, 32768, 1000000.0, 1e-6, 151643, (151643,), True),
         attention_bias=True,
     ),
     "qwen3-0.6b": _model(
-        ("qwen3", 28, 1024, 3072, 16, 8, 128),
-        (151936, 32768, 1000000.0, 1e-6),
-        (151643, (151643,)),
-        tied=True,
+        *("qwen3", 28, 1024, 3072, 16, 8, 128),
+        *(151936, 32768, 1000000.0, 1e-6, 151643, (151643,), True),
     ),
     "mistral-7b": _model(
-        ("mistral", 32, 4096, 14336, 32, 8, 128),
-        (32000, 32768, 10000.0, 1e-5),
-        (1, (2,)),
-        tied=False,
+        *("mistral", 32, 4096, 14336, 32, 8, 128),
+        *(32000, 32768, 10000.0, 1e-5, 1, (2,), False),
         layer_types=("sliding_attention",) * 32,
         sliding_window=4096,
     ),
     "gemma-2-2b": _model(
-        ("gemma2", 26, 2304, 9216, 8, 4, 256),
-        (256000, 8192, 10000.0, 1e-6),
-        (2, (1,)),
-        tied=True,
+        *("gemma2", 26, 2304, 9216, 8, 4, 256),
+        *(256000, 8192, 10000.0, 1e-6, 2, (1,), True),
         hidden_act="gelu_pytorch_tanh",
         layer_types=_every_nth_full(2, 26),
         sliding_window=4096,
@@ -132,10 +90,8 @@ PRESETS: dict[str, ModelConfig] = {
         final_logit_softcapping=30.0,
     ),
     "gemma-3-1b": _model(
-        ("gemma3_text", 26, 1152, 6912, 4, 1, 256),
-        (262144, 32768, 1000000.0, 1e-6),
-        (2, (1,)),
-        tied=True,
+        *("gemma3_text", 26, 1152, 6912, 4, 1, 256),
+        *(262144, 32768, 1000000.0, 1e-6, 2, (1,), True),
         sliding_rope=Rope(10000.0),
         hidden_act="gelu_pytorch_tanh",
         layer_types=_every_nth_full(6, 26),
@@ -144,17 +100,13 @@ PRESETS: dict[str, ModelConfig] = {
     ),
     # No published model: the attention of DeepSeek-V2-Lite with dense layers, about a billion.
     "mla-small": _model(
-        ("deepseek_v2", 16, 2048, 5632, 16, 1, 576),
-        (102400, 4096, 10000.0, 1e-6),
-        (100000, (100001,)),
-        tied=True,
+        *("deepseek_v2", 16, 2048, 5632, 16, 1, 576),
+        *(102400, 4096, 10000.0, 1e-6, 100000, (100001,), True),
         latent=_V2_LITE_LATENT,
     ),
     "mixtral-8x7b": _model(
-        ("mixtral", 32, 4096, 14336, 32, 8, 128),
-        (32000, 32768, 1000000.0, 1e-5),
-        (1, (2,)),
-        tied=False,
+        *("mixtral", 32, 4096, 14336, 32, 8, 128),
+        *(32000, 32768, 1000000.0, 1e-5, 1, (2,), False),
         experts=ExpertsConfig(
             num_experts=8,
             num_experts_per_tok=2,
@@ -163,10 +115,8 @@ PRESETS: dict[str, ModelConfig] = {
         ),
     ),
     "qwen3-30b-a3b": _model(
-        ("qwen3_moe", 48, 2048, 6144, 32, 4, 128),
-        (151936, 32768, 1000000.0, 1e-6),
-        (151643, (151643,)),
-        tied=False,
+        *("qwen3_moe", 48, 2048, 6144, 32, 4, 128),
+        *(151936, 32768, 1000000.0, 1e-6, 151643, (151643,), False),
         experts=ExpertsConfig(
             num_experts=128,
             num_experts_per_tok=8,
@@ -175,10 +125,8 @@ PRESETS: dict[str, ModelConfig] = {
         ),
     ),
     "gpt-oss-20b": _model(
-        ("gpt_oss", 24, 2880, 2880, 64, 8, 64),
-        (201088, 131072, 150000.0, 1e-5),
-        (199998, (200002,)),
-        tied=False,
+        *("gpt_oss", 24, 2880, 2880, 64, 8, 64),
+        *(201088, 131072, 150000.0, 1e-5, 199998, (200002,), False),
         rope_scaling=RopeScaling(
             type="yarn", factor=32.0, original_max_position_embeddings=4096, truncate=False
         ),
@@ -194,10 +142,8 @@ PRESETS: dict[str, ModelConfig] = {
         ),
     ),
     "deepseek-v2-lite": _model(
-        ("deepseek_v2", 27, 2048, 10944, 16, 1, 576),
-        (102400, 163840, 10000.0, 1e-6),
-        (100000, (100001,)),
-        tied=False,
+        *("deepseek_v2", 27, 2048, 10944, 16, 1, 576),
+        *(102400, 163840, 10000.0, 1e-6, 100000, (100001,), False),
         rope_scaling=RopeScaling(
             type="yarn",
             factor=40.0,
@@ -216,10 +162,8 @@ PRESETS: dict[str, ModelConfig] = {
     ),
     # No published model: a mixture with 1.1 of 6.8 billion parameters active, for 24 GB of memory.
     "qwen3-moe-7b-a1b": _model(
-        ("qwen3_moe", 16, 2048, 6144, 16, 4, 128),
-        (50304, 32768, 1000000.0, 1e-6),
-        (0, (0,)),
-        tied=False,
+        *("qwen3_moe", 16, 2048, 6144, 16, 4, 128),
+        *(50304, 32768, 1000000.0, 1e-6, 0, (0,), False),
         experts=ExpertsConfig(
             num_experts=64,
             num_experts_per_tok=8,
