@@ -34,7 +34,7 @@ from .requests import (
     TokenizeRequest,
     chat_prompt,
 )
-from .responses import Chat, ChatChunk, Completion
+from .responses import Chat, Completion
 from .token_text import TokenTexts
 from .unknown_fields import UnknownFields
 
@@ -46,7 +46,6 @@ __all__ = ["app", "openapi_document"]
 OPEN_PATHS = frozenset({"/health", "/ready"})
 """Paths that need no API key: load balancers have none."""
 
-OPENAPI_VERSION = "3.1.0"
 MODEL_PATH = "/v1/models/{name}"
 _SCHEMAS = "#/components/schemas/{name}"
 _Json = dict[str, Any]
@@ -197,13 +196,10 @@ class Operation:
     """An endpoint, with the types of what it reads and sends. Its docstring is the summary."""
 
     handler: Callable[[Service, Exchange], Awaitable[None]]
-    response: type | None
-    """None: text in a format of Prometheus."""
+    response: type | None  # None: text in a format of Prometheus
     body: type[msgspec.Struct] | None = None
-    event: type[msgspec.Struct] | None = None
-    """Data of each event, if the response can be a stream."""
-    statuses: tuple[int, ...] = (200,)
-    """Of a `response`; every other one is an error."""
+    event: type[msgspec.Struct] | None = None  # of each event, if the response can be a stream
+    statuses: tuple[int, ...] = (200,)  # of a response; every other one is an error
 
 
 OPERATIONS: Mapping[tuple[str, str], Operation] = {
@@ -216,7 +212,7 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("POST", "/v1/completions"): Operation(
         complete, Completion, body=CompletionRequest, event=Completion
     ),
-    ("POST", "/v1/chat/completions"): Operation(chat, Chat, body=ChatRequest, event=ChatChunk),
+    ("POST", "/v1/chat/completions"): Operation(chat, Chat, body=ChatRequest, event=Chat),
     ("POST", "/tokenize"): Operation(tokenize, Tokens, body=TokenizeRequest),
     ("POST", "/detokenize"): Operation(detokenize, Text, body=DetokenizeRequest),
 }
@@ -258,15 +254,8 @@ def app(
     if not model_names:
         raise ConfigError("model_names must have at least one name")
     make_output_parser(tool_parser, reasoning_parser)  # checks the names
-    service = Service(
-        engine=engine,
-        model_names=tuple(model_names),
-        metrics=metrics,
-        tool_parser=tool_parser,
-        reasoning_parser=reasoning_parser,
-        fields=UnknownFields(engine.config.unknown_fields, (ChatRequest, CompletionRequest)),
-    )
-
+    fields = UnknownFields(engine.config.unknown_fields, (ChatRequest, CompletionRequest))
+    service = Service(engine, tuple(model_names), fields, metrics, tool_parser, reasoning_parser)
     document = openapi_document(needs_key=bool(api_keys))
     digests = [hashlib.sha256(key.encode()).digest() for key in api_keys]
 
@@ -309,11 +298,10 @@ def app(
 
 def _check_key(exchange: Exchange, digests: Sequence[bytes]) -> None:
     """Refuse a request without a valid API key, in a time that does not depend on the keys."""
-    given = dict(exchange.scope["headers"]).get(b"authorization", b"")
-    scheme, _, key = given.partition(b" ")
-    digest = hashlib.sha256(key.strip()).digest()
+    scheme, _, key = (exchange.header(b"authorization") or "").partition(" ")
+    digest = hashlib.sha256(key.strip().encode("latin-1")).digest()
     matches = [hmac.compare_digest(digest, known) for known in digests]
-    if scheme.lower() != b"bearer" or not any(matches):
+    if scheme.lower() != "bearer" or not any(matches):
         raise HttpError(
             401,
             "the API key is missing or wrong: send it as Authorization: Bearer KEY",
@@ -324,10 +312,7 @@ def _check_key(exchange: Exchange, digests: Sequence[bytes]) -> None:
 
 
 def openapi_document(*, needs_key: bool) -> _Json:
-    """Return the OpenAPI document of `OPERATIONS`.
-
-    `needs_key` is whether requests need an API key, except for `OPEN_PATHS`.
-    """
+    """Return the OpenAPI document of `OPERATIONS`; `needs_key` excepts `OPEN_PATHS`."""
     kinds: set[type] = {ErrorBody}
     for operation in OPERATIONS.values():
         named = (operation.body, operation.response, operation.event)
@@ -337,22 +322,34 @@ def openapi_document(*, needs_key: bool) -> _Json:
     )
     paths: dict[str, _Json] = {}
     for (method, path), operation in OPERATIONS.items():
-        paths.setdefault(path, {})[method.lower()] = _operation(path, operation, needs_key)
+        made = _operation(operation)
+        if path == MODEL_PATH:
+            schema = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+            made["parameters"] = [schema]
+        if needs_key and path not in OPEN_PATHS:
+            made["security"] = [{"key": []}]
+        paths.setdefault(path, {})[method.lower()] = made
     components: _Json = {"schemas": schemas}
     if needs_key:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     return {
-        "openapi": OPENAPI_VERSION,
+        "openapi": "3.1.0",
         "info": {"title": "stepgraph", "version": package_version()},
         "paths": paths,
         "components": components,
     }
 
 
-def _operation(path: str, operation: Operation, needs_key: bool) -> _Json:
+def _operation(operation: Operation) -> _Json:
     content = _TEXT if operation.response is None else _content(operation.response)
-    if operation.event is not None:
-        content = {**content, "text/event-stream": {"schema": _event(operation.event)}}
+    if operation.event is not None:  # its data is JSON, or `[DONE]` in the last one
+        data = {
+            "type": "string",
+            "contentMediaType": "application/json",
+            "contentSchema": _ref(operation.event),
+        }
+        event = {"type": "object", "properties": {"data": data}, "required": ["data"]}
+        content = {**content, "text/event-stream": {"schema": event}}
     responses: _Json = {
         str(status): {"description": HTTPStatus(status).phrase, "content": content}
         for status in operation.statuses
@@ -363,29 +360,13 @@ def _operation(path: str, operation: Operation, needs_key: bool) -> _Json:
         "summary": inspect.getdoc(operation.handler),
         "responses": responses,
     }
-    if "{" in path:
-        name = path[path.index("{") + 1 : -1]
-        schema = {"type": "string"}
-        made["parameters"] = [{"name": name, "in": "path", "required": True, "schema": schema}]
     if operation.body is not None:
         made["requestBody"] = {"required": True, "content": _content(operation.body)}
-    if needs_key and path not in OPEN_PATHS:
-        made["security"] = [{"key": []}]
     return made
 
 
 def _content(kind: type) -> _Json:
     return {"application/json": {"schema": _ref(kind)}}
-
-
-def _event(kind: type[msgspec.Struct]) -> _Json:
-    """The schema of a server-sent event, whose data is JSON, or `[DONE]` in the last one."""
-    data = {
-        "type": "string",
-        "contentMediaType": "application/json",
-        "contentSchema": _ref(kind),
-    }
-    return {"type": "object", "properties": {"data": data}, "required": ["data"]}
 
 
 def _ref(kind: type) -> _Json:

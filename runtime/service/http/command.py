@@ -13,6 +13,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -61,10 +62,7 @@ Serve = Callable[[argparse.Namespace, EngineConfig, ServiceConfig], int]
 def run(arguments: Sequence[str] | None, serve: Serve) -> int:
     """Check a command line, then serve; return the exit status.
 
-    Args:
-        arguments: None for the arguments of the process.
-        serve: serves with the flags and the configurations, and returns the exit status. Until it
-            handles signals, they end the process.
+    Until `serve` handles signals, they end the process.
     """
     parser = make_parser()
     options = parser.parse_args(arguments)
@@ -101,12 +99,7 @@ def _ends_at_signals() -> Iterator[None]:
 
 @contextmanager
 def logs_to_stderr(level: str, *, access: bool) -> Iterator[None]:
-    """Show records of `stepgraph` from a level on, and warnings of all other libraries.
-
-    Args:
-        level: the name of a level in lower case.
-        access: whether there is a record for each request.
-    """
+    """Show records of `stepgraph` from a level on, and warnings of all other libraries."""
     root, own = logging.getLogger(), logging.getLogger("stepgraph")
     uvicorn, requests = logging.getLogger("uvicorn"), logging.getLogger(ACCESS_LOG)
     loggers = (own, uvicorn, requests)
@@ -133,14 +126,10 @@ def logs_to_stderr(level: str, *, access: bool) -> Iterator[None]:
             root.removeHandler(handler)
 
 
-class _Handler(logging.Handler):
+class _Handler(logging.StreamHandler[Any]):
     """Writes to the `sys.stderr` of the moment: a progress bar replaces it while it is drawn."""
 
-    def emit(self, record: logging.LogRecord) -> None:
-        try:
-            print(self.format(record), file=sys.stderr, flush=True)
-        except Exception:
-            self.handleError(record)
+    stream = property(lambda self: sys.stderr, lambda self, stream: None)
 
 
 def make_parser() -> CommandParser:
@@ -151,42 +140,21 @@ def make_parser() -> CommandParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "model",
-        type=_non_empty,
-        help="checkpoint directory, hub id, preset:NAME (random weights) or demo",
-    )
+    model = "checkpoint directory, hub id, preset:NAME (random weights) or demo"
+    parser.add_argument("model", type=_non_empty, help=model)
     http = parser.add_argument_group("HTTP")
+    text = partial(http.add_argument, type=_non_empty)
+    shown = "(default: %(default)s)"
+    text("--host", default="127.0.0.1", help=f"address to listen on, 0.0.0.0 for all {shown}")
+    port = integer(0, 65535)
     http.add_argument(
-        "--host",
-        type=_non_empty,
-        default="127.0.0.1",
-        help="address to listen on, 0.0.0.0 for all (default: %(default)s)",
+        "--port", type=port, default=8000, metavar="N", help=f"TCP port, 0 for a free one {shown}"
     )
-    http.add_argument(
-        "--port",
-        type=integer(0, 65535),
-        default=8000,
-        metavar="N",
-        help="TCP port, 0 for a free one (default: %(default)s)",
-    )
-    http.add_argument(
-        "--uds", type=_non_empty, metavar="PATH", help="listen on a unix socket instead"
-    )
-    http.add_argument(
-        "--api-key",
-        nargs="+",
-        type=_non_empty,
-        metavar="KEY",
-        help=f"keys that requests must present (default: {API_KEY_VARIABLE}; without it, none)",
-    )
-    http.add_argument(
-        "--served-model-name",
-        nargs="+",
-        type=_non_empty,
-        metavar="NAME",
-        help="names that requests may give as model (default: MODEL as given here)",
-    )
+    text("--uds", metavar="PATH", help="listen on a unix socket instead")
+    keys = f"keys that requests must present (default: {API_KEY_VARIABLE}; without it, none)"
+    text("--api-key", nargs="+", metavar="KEY", help=keys)
+    names = "names that requests may give as model (default: MODEL as given here)"
+    text("--served-model-name", nargs="+", metavar="NAME", help=names)
     http.add_argument(
         "--max-body-bytes",
         type=flag_type(parse_bytes, "a size such as 4MB"),
@@ -194,35 +162,16 @@ def make_parser() -> CommandParser:
         metavar="SIZE",
         help="maximum size of the body of a request (default: 4MiB)",
     )
-    http.add_argument(
-        "--allow-origin",
-        nargs="+",
-        default=(),
-        metavar="ORIGIN",
-        help="origins whose web pages may call the service (CORS; default: none)",
-    )
-    http.add_argument(
-        "--tool-parser",
-        metavar="NAME",
-        help="find tool calls in chats: hermes (also Qwen) or llama3_json",
-    )
-    http.add_argument(
-        "--reasoning-parser",
-        metavar="NAME",
-        help="separate reasoning from answers in chats: think",
-    )
-    http.add_argument(
-        "--vllm-metric-names",
-        action="store_true",
-        help="repeat metrics under vLLM's names, for its dashboards",
-    )
-    http.add_argument(
-        "--trace",
-        action="store_true",
-        help="make OpenTelemetry spans; run the command with opentelemetry-instrument",
-    )
-    http.add_argument("--ssl-certfile", metavar="FILE", help="certificate, for TLS")
-    http.add_argument("--ssl-keyfile", metavar="FILE", help="private key of the certificate")
+    origins = "origins whose web pages may call the service (CORS; default: none)"
+    text("--allow-origin", nargs="+", default=(), metavar="ORIGIN", help=origins)
+    calls = "find tool calls in chats: hermes (also Qwen) or llama3_json"
+    text("--tool-parser", metavar="NAME", help=calls)
+    text("--reasoning-parser", metavar="NAME", help="separate reasoning from answers: think")
+    flag = partial(http.add_argument, action="store_true")
+    flag("--vllm-metric-names", help="repeat metrics under vLLM's names, for its dashboards")
+    flag("--trace", help="make OpenTelemetry spans; run with opentelemetry-instrument")
+    text("--ssl-certfile", metavar="FILE", help="certificate, for TLS")
+    text("--ssl-keyfile", metavar="FILE", help="private key of the certificate")
     http.add_argument(
         "--drain-timeout",
         type=flag_type(_seconds, "a number of seconds, 0 to 10^9"),
@@ -231,29 +180,18 @@ def make_parser() -> CommandParser:
         help="time for requests in progress after SIGTERM (default: %(default)g)",
     )
     log = parser.add_argument_group("log", "Lines on stderr.")
-    log.add_argument(
-        "--log-level",
-        choices=LOG_LEVELS,
-        default="info",
-        help="least severe messages that are shown (default: %(default)s)",
-    )
+    level = f"least severe messages that are shown {shown}"
+    log.add_argument("--log-level", choices=LOG_LEVELS, default="info", help=level)
     log.add_argument(
         "--access-log",
         action=argparse.BooleanOptionalAction,
         default=True,
         help="a line for each request (default: yes)",
     )
-    add_config_flags(
-        parser.add_argument_group("service", "Fields of ServiceConfig."),
-        ServiceConfig,
-        defaults=SERVICE_DEFAULTS,
-    )
-    add_config_flags(
-        parser.add_argument_group("engine", "Fields of EngineConfig."),
-        EngineConfig,
-        defaults=ENGINE_DEFAULTS,
-        without=WITHOUT_FLAG,
-    )
+    service = parser.add_argument_group("service", "Fields of ServiceConfig.")
+    add_config_flags(service, ServiceConfig, defaults=SERVICE_DEFAULTS)
+    engine = parser.add_argument_group("engine", "Fields of EngineConfig.")
+    add_config_flags(engine, EngineConfig, defaults=ENGINE_DEFAULTS, without=WITHOUT_FLAG)
     return parser
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET
 
 from ...bounded_repr import bounded_repr
 from ...engine.request_builder import Prompt
@@ -29,10 +29,6 @@ from .requests import ChatRequest, CompletionRequest, SamplingRequest, chat_prom
 from .responses import (
     Chat,
     ChatChoice,
-    ChatChunk,
-    ChatChunkChoice,
-    ChatLogprobs,
-    ChatMessage,
     Completion,
     CompletionChoice,
     CompletionLogprobs,
@@ -51,19 +47,16 @@ __all__ = ["Service", "chat", "complete"]
 DONE = b"data: [DONE]\n\n"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Service:
     """An engine and the settings of its HTTP service."""
 
     engine: AsyncEngine
-    model_names: tuple[str, ...]
-    """Names that requests may give; responses without one have the first."""
-    metrics: EngineMetrics | None = None
-    tool_parser: str | None = None
-    reasoning_parser: str | None = None
-    """Names for `make_output_parser`."""
+    model_names: tuple[str, ...]  # that requests may give; responses without one have the first
     fields: UnknownFields
-    """Checks the fields of requests."""
+    metrics: EngineMetrics | None
+    tool_parser: str | None  # names for `make_output_parser`
+    reasoning_parser: str | None
     created: int = field(default_factory=lambda: int(time.time()))
 
     def model_name(self, given: str | None) -> str:
@@ -87,30 +80,26 @@ class Service:
 
 
 class _Answer(ABC):
-    """The response to one HTTP request, in the shape of its endpoint."""
+    """The response to one HTTP request, in the shape of its endpoint; of a stream, its events."""
 
-    def __init__(self, kind: str, model: str, event: type[Completion] | type[ChatChunk]) -> None:
-        """`kind` begins its id; `event` is the type of what a stream sends."""
-        self.id = f"{kind}-{secrets.token_hex(12)}"
+    def __init__(self, id: str, model: str, body: type[Completion] | type[Chat], kind: str) -> None:
+        """`id` begins its id; `kind` is the `object` of each `body`."""
+        self.id = f"{id}-{secrets.token_hex(12)}"
+        self._body = body
+        self._kind = kind
         self._created = int(time.time())
         self._model = model
-        self._event = event
+        self._extras: dict[str, Any] = {}  # fields of the next body
 
     @abstractmethod
-    def whole(
-        self, ends: Sequence[tuple[Sequence[Delta], RequestOutput]], usage: Usage
-    ) -> msgspec.Struct:
-        """Return the body for each prompt's completions, in one delta each, and last output."""
+    def choice(self, prompt: int, delta: Delta, output: RequestOutput) -> msgspec.Struct:
+        """Return what a completion of a prompt gained; `output` is the newest."""
 
-    @abstractmethod
-    def chunk(
-        self, prompt: int, delta: Delta, output: RequestOutput, usage: OptionalUsage
-    ) -> msgspec.Struct:
-        """Return the event for what a completion of a prompt gained; `output` is the newest."""
-
-    def event(self, choices: list[Any], usage: OptionalUsage) -> Completion | ChatChunk:
-        """Return an event of the stream; without choices, it only reports the usage."""
-        return self._event(self.id, self._created, self._model, choices, usage)
+    def body(self, choices: list[Any], usage: OptionalUsage) -> msgspec.Struct:
+        """Return the response or an event; one without choices only reports the usage."""
+        extras, self._extras = self._extras, {}
+        head = (self.id, self._created, self._model)
+        return self._body(*head, choices, usage, self._kind, **extras)
 
 
 async def _generate(
@@ -149,8 +138,12 @@ async def _generate(
             deltas = [await stream.next_deltas() for stream in streams]
             usage = _usage(streams, sum(len(d.token_ids) for found in deltas for d in found))
             _note_usage(exchange, usage)
-            whole = answer.whole(list(zip(deltas, outputs, strict=True)), usage)
-            await exchange.respond(whole)
+            choices = [
+                answer.choice(prompt, delta, output)
+                for prompt, (found, output) in enumerate(zip(deltas, outputs, strict=True))
+                for delta in found
+            ]
+            await exchange.respond(answer.body(choices, usage))
     finally:
         for stream in streams:
             await stream.aclose()
@@ -178,7 +171,7 @@ async def _send_events(
                 usage: OptionalUsage = None if reports_usage else UNSET
                 if always_reports_usage:
                     usage = _usage(streams, num_tokens)
-                events.append(event(answer.chunk(number, delta, output, usage)))
+                events.append(event(answer.body([answer.choice(number, delta, output)], usage)))
             await exchange.send_events(b"".join(events))
 
     # In tasks of their own: a wake-up would pass through the coroutines of all middleware.
@@ -191,7 +184,7 @@ async def _send_events(
         await asyncio.gather(*tasks, return_exceptions=True)
         usage = _usage(streams, num_tokens)
         _note_usage(exchange, usage)
-    end = event(answer.event([], usage)) + DONE if reports_usage else DONE
+    end = event(answer.body([], usage)) + DONE if reports_usage else DONE
     await exchange.send_events(end, last=True)
 
 
@@ -246,7 +239,7 @@ class _CompletionAnswer(_Answer):
     """The completions of a request. Choice `i * n + j` is completion j of prompt i."""
 
     def __init__(self, request: CompletionRequest, model: str, texts: TokenTexts) -> None:
-        super().__init__("cmpl", model, Completion)
+        super().__init__("cmpl", model, Completion, "text_completion")
         self.prompt_texts: Sequence[str] = ()
         """Of each prompt, to begin its completions with; empty without `echo`, and if prompts are
         truncated: their texts are the texts of the tokens that remain."""
@@ -255,22 +248,7 @@ class _CompletionAnswer(_Answer):
         self._num_chars: dict[int, int] = {}  # of the text of each choice that has begun
         self._tokens: dict[int, ChoiceTokens] = {}  # of those with log-probabilities
 
-    def whole(
-        self, ends: Sequence[tuple[Sequence[Delta], RequestOutput]], usage: Usage
-    ) -> Completion:
-        choices = [
-            self._choice(prompt, delta, output)
-            for prompt, (deltas, output) in enumerate(ends)
-            for delta in deltas
-        ]
-        return Completion(self.id, self._created, self._model, choices, usage)
-
-    def chunk(
-        self, prompt: int, delta: Delta, output: RequestOutput, usage: OptionalUsage
-    ) -> msgspec.Struct:
-        return self.event([self._choice(prompt, delta, output)], usage)
-
-    def _choice(self, prompt: int, delta: Delta, output: RequestOutput) -> CompletionChoice:
+    def choice(self, prompt: int, delta: Delta, output: RequestOutput) -> CompletionChoice:
         request = self._request
         index = prompt * (request.n or 1) + delta.index
         choice = CompletionChoice(index, delta.text, None, delta.finish_reason)
@@ -368,7 +346,8 @@ class _ChatAnswer(_Answer):
 
         Parsers read all of the text, special tokens included, whatever `params` say of these.
         """
-        super().__init__("chatcmpl", model, ChatChunk)
+        kind = "chat.completion.chunk" if request.stream else "chat.completion"
+        super().__init__("chatcmpl", model, Chat, kind)
         self._service = service
         self._request = request
         self._tokenizer = service.engine.tokenizer
@@ -392,77 +371,58 @@ class _ChatAnswer(_Answer):
         )
         self._outputs: dict[int, OutputParser] = {}  # of each completion that has begun
 
-    def whole(self, ends: Sequence[tuple[Sequence[Delta], RequestOutput]], usage: Usage) -> Chat:
-        ((deltas, output),) = ends
-        choices = [self._choice(delta, output) for delta in deltas]
-        body = Chat(self.id, self._created, self._model, choices, usage)
-        if self._request.return_token_ids:
-            body.prompt_token_ids = output.prompt_token_ids
-        if self._request.prompt_logprobs is not None:
-            body.prompt_logprobs = self._texts.prompt_logprobs(output.prompt_logprobs)
-        return body
-
-    def chunk(
-        self, prompt: int, delta: Delta, output: RequestOutput, usage: OptionalUsage
-    ) -> ChatChunk:
-        begins = delta.index not in self._outputs
-        choice = ChatChunkChoice(delta.index, *self._gained(delta, output))
-        chunk = ChatChunk(self.id, self._created, self._model, [choice], usage)
+    def choice(self, prompt: int, delta: Delta, output: RequestOutput) -> ChatChoice:
+        request, begins = self._request, delta.index not in self._outputs
+        parser = self._output(delta, output)
+        message = parser.message(delta.text, last=delta.finish_reason is not None)
         if begins:
-            choice.delta.role = "assistant"
-            if self._request.return_token_ids:
-                chunk.prompt_token_ids = output.prompt_token_ids
-        return chunk
-
-    def _choice(self, delta: Delta, output: RequestOutput) -> ChatChoice:
-        """Return a whole completion."""
-        choice = ChatChoice(delta.index, *self._gained(delta, output))
-        message = choice.message
-        message.role = "assistant"
-        if message.tool_calls:
-            for call in message.tool_calls:
+            message.role = "assistant"
+            if request.return_token_ids:
+                self._extras["prompt_token_ids"] = output.prompt_token_ids
+            if request.prompt_logprobs is not None:
+                found = self._texts.prompt_logprobs(output.prompt_logprobs)
+                self._extras["prompt_logprobs"] = found
+        choice = ChatChoice(delta.index)
+        if request.stream:
+            choice.delta = message
+        else:
+            choice.message = message
+            for call in message.tool_calls or ():
                 call.index = UNSET  # which streams have
-        if message.content is UNSET:
-            message.content = None if message.tool_calls else ""
+            if message.content is UNSET:
+                message.content = None if message.tool_calls else ""
+        if request.logprobs:
+            choice.logprobs = self._texts.chat_logprobs(delta.logprobs)
+        choice.finish_reason = parser.finish_reason(delta.finish_reason)
+        if request.return_token_ids:
+            choice.token_ids = list(delta.token_ids)
         return choice
 
-    def _gained(
-        self, delta: Delta, output: RequestOutput
-    ) -> tuple[ChatMessage, ChatLogprobs | None, str | None, list[int] | UnsetType]:
-        """Return what a choice has besides its index."""
-        parser, request = self._output(delta, output), self._request
-        message = parser.message(delta.text, last=delta.finish_reason is not None)
-        logprobs = self._texts.chat_logprobs(delta.logprobs) if request.logprobs else None
-        token_ids = list(delta.token_ids) if request.return_token_ids else UNSET
-        return message, logprobs, parser.finish_reason(delta.finish_reason), token_ids
-
     def _output(self, delta: Delta, output: RequestOutput) -> OutputParser:
-        """Return the state of a completion, which may begin now, for what it gains."""
-        made = self._outputs.get(delta.index)
-        if made is None:
-            made = self._outputs[delta.index] = self._parser(output)
-        if self._hides_special and self._tokenizer is not None:
-            special = self._tokenizer.special_ids.intersection(delta.token_ids)
-            made.hide(map(TokenTexts(self._tokenizer).text, special))
-        return made
-
-    def _parser(self, output: RequestOutput) -> OutputParser:
-        in_reasoning, reasoning = False, self._service.reasoning_parser
-        if self.is_parsed and self._tokenizer is not None:
-            num_tokens = PROMPT_END_TOKENS + len(self._continued.encode())  # of a byte or more each
-            end = output.prompt_token_ids[-num_tokens:]
-            text = self._tokenizer.decode(end, skip_special_tokens=False)
-            in_reasoning = ends_in_reasoning(text, self._continued)
-        if self._continued.strip() and not in_reasoning:
-            reasoning = None  # the answer has begun
-        return make_output_parser(
-            self._service.tool_parser,
-            reasoning,
-            tools=self._tools,
-            in_reasoning=in_reasoning,
-            keeps_special=self._keeps_special,
-            one_call=self._request.parallel_tool_calls is False,
-        )
+        """Return the parser of a completion, which may begin now, for what it gains."""
+        parser, tokenizer = self._outputs.get(delta.index), self._tokenizer
+        if parser is None:
+            in_reasoning, reasoning = False, self._service.reasoning_parser
+            if self.is_parsed and tokenizer is not None:
+                # Each token has a byte or more.
+                num_tokens = PROMPT_END_TOKENS + len(self._continued.encode())
+                end = output.prompt_token_ids[-num_tokens:]
+                text = tokenizer.decode(end, skip_special_tokens=False)
+                in_reasoning = ends_in_reasoning(text, self._continued)
+            if self._continued.strip() and not in_reasoning:
+                reasoning = None  # the answer has begun
+            parser = self._outputs[delta.index] = make_output_parser(
+                self._service.tool_parser,
+                reasoning,
+                tools=self._tools,
+                in_reasoning=in_reasoning,
+                keeps_special=self._keeps_special,
+                one_call=self._request.parallel_tool_calls is False,
+            )
+        if self._hides_special and tokenizer is not None:
+            special = tokenizer.special_ids.intersection(delta.token_ids)
+            parser.hide(map(TokenTexts(tokenizer).text, special))
+        return parser
 
 
 def _continued(request: ChatRequest) -> str:

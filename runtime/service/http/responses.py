@@ -9,23 +9,9 @@ from msgspec import UNSET, UnsetType
 from msgspec.structs import astuple
 
 __all__ = [
-    "Chat",
-    "ChatChoice",
-    "ChatChunk",
-    "ChatChunkChoice",
-    "ChatLogprobs",
-    "ChatMessage",
-    "ChatToken",
-    "Completion",
-    "CompletionChoice",
-    "CompletionLogprobs",
-    "Function",
-    "OptionalUsage",
-    "PromptEntry",
-    "PromptToken",
-    "ToolCall",
-    "TopToken",
-    "Usage",
+    *("Chat", "ChatChoice", "ChatLogprobs", "ChatMessage", "ChatToken", "Completion"),
+    *("CompletionChoice", "CompletionLogprobs", "Function", "OptionalUsage", "PromptEntry"),
+    *("PromptToken", "ToolCall", "TopToken", "Usage"),
 ]
 
 
@@ -158,45 +144,25 @@ class ChatMessage(msgspec.Struct):
 
 
 class ChatChoice(msgspec.Struct):
-    """One of the answers to a conversation."""
+    """One of the answers to a conversation; in streams, what it gained."""
 
     index: int
-    message: ChatMessage
-    logprobs: ChatLogprobs | None
-    finish_reason: str | None
-    token_ids: list[int] | UnsetType = UNSET
-
-
-class Chat(msgspec.Struct):
-    """The response of `/v1/chat/completions`."""
-
-    id: str
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: Usage
-    object: str = "chat.completion"
-    prompt_token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: list[PromptEntry] | UnsetType = UNSET
-
-
-class ChatChunkChoice(msgspec.Struct):
-    """What an answer gained."""
-
-    index: int
-    delta: ChatMessage
+    message: ChatMessage | UnsetType = UNSET
+    delta: ChatMessage | UnsetType = UNSET
+    """In streams, in the place of `message`."""
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     token_ids: list[int] | UnsetType = UNSET
 
 
-class ChatChunk(msgspec.Struct):
-    """An event of a stream of `/v1/chat/completions`."""
+class Chat(msgspec.Struct):
+    """The response of `/v1/chat/completions`, and each event of its stream."""
 
     id: str
     created: int
     model: str
-    choices: list[ChatChunkChoice]
+    choices: list[ChatChoice]
     usage: OptionalUsage = UNSET
-    object: str = "chat.completion.chunk"
+    object: str = "chat.completion"
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: list[PromptEntry] | UnsetType = UNSET

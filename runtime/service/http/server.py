@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import errno
 import logging
 import os
 import signal
@@ -58,13 +59,7 @@ REPORTED_ERRORS = (
 
 
 def serve(options: argparse.Namespace, config: EngineConfig, service_config: ServiceConfig) -> int:
-    """Serve until a signal or a failure; return the exit status.
-
-    Args:
-        options: of the command line.
-        config: of the engine.
-        service_config: its limits and policies.
-    """
+    """Serve until a signal or a failure; return the exit status."""
     try:
         engine = AsyncEngine.from_pretrained(options.model, config, service_config, progress=True)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -119,16 +114,11 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self._engine = engine
         self._loop = asyncio.get_running_loop()
-        self.stopped = asyncio.Event()
-        """A signal has arrived."""
-        self.signal = signal.SIGTERM
-        """The first one."""
         self._throughput = ThroughputLog(engine.snapshot)
-        self.hurried = asyncio.Event()
-        """A second signal has arrived."""
+        self.signal = signal.SIGTERM  # the first one that arrived
+        self.stopped, self.hurried = asyncio.Event(), asyncio.Event()  # by one, or a second one
         self.failed = asyncio.Event()
-        self.failure: str | None = None
-        """Why the engine has failed."""
+        self.failure: str | None = None  # why the engine has failed
         self._stopping = asyncio.Event()
 
     def stop(self) -> None:
@@ -173,12 +163,7 @@ class _Command:
         self._address = ""
 
     async def run(self) -> int:
-        """Return the exit status.
-
-        Raises:
-            StepgraphError: the model cannot be loaded.
-            OSError: the address or a file of the certificate cannot be used.
-        """
+        """Return the exit status, or raise one of `REPORTED_ERRORS`."""
         server = _Server(self._uvicorn_config(), self._engine)
         serving = asyncio.create_task(server.serve([self._listen()]))
         try:
@@ -199,6 +184,7 @@ class _Command:
     def _uvicorn_config(self) -> uvicorn.Config:
         options, engine = self._options, self._engine
         names = options.served_model_name or [options.model]
+        metrics = EngineMetrics(engine, model_name=names[0], vllm_names=options.vllm_metric_names)
         if options.trace:
             trace_requests(engine, model_name=names[0])
         config = uvicorn.Config(
@@ -208,9 +194,7 @@ class _Command:
                 api_keys=options.api_key or api_keys_of_environment(),
                 max_body_bytes=options.max_body_bytes,
                 allow_origins=options.allow_origin,
-                metrics=EngineMetrics(
-                    engine, model_name=names[0], vllm_names=options.vllm_metric_names
-                ),
+                metrics=metrics,
                 tool_parser=options.tool_parser,
                 reasoning_parser=options.reasoning_parser,
             ),
@@ -317,7 +301,13 @@ def listen_unix(path: str) -> socket.socket:
     """
     listener = socket.socket(socket.AF_UNIX)
     try:
-        _remove_unused(path)
+        with suppress(FileNotFoundError):
+            if not stat.S_ISSOCK(os.lstat(path).st_mode):
+                raise FileExistsError("it exists and is not a socket")
+            with socket.socket(socket.AF_UNIX) as probe:
+                if probe.connect_ex(path) != errno.ECONNREFUSED:
+                    raise FileExistsError("another process listens there")
+            os.unlink(path)
         listener.bind(path)
         os.chmod(path, SOCKET_MODE)
         listener.listen(BACKLOG)
@@ -326,22 +316,6 @@ def listen_unix(path: str) -> socket.socket:
         reason = error.strerror or str(error)
         raise OSError(f"cannot listen on --uds {path} ({reason}): choose another path") from error
     return listener
-
-
-def _remove_unused(path: str) -> None:
-    try:
-        mode = os.lstat(path).st_mode
-    except FileNotFoundError:
-        return
-    if not stat.S_ISSOCK(mode):
-        raise FileExistsError("it exists and is not a socket")
-    with socket.socket(socket.AF_UNIX) as probe:
-        try:
-            probe.connect(path)
-        except ConnectionRefusedError:
-            os.unlink(path)
-            return
-    raise FileExistsError("another process listens there")
 
 
 async def _first(serving: asyncio.Task[None], *events: Coroutine[Any, Any, object]) -> None:
