@@ -115,8 +115,7 @@ class AdmissionQueue:
     def ahead_of(self, tenant: str, priority: int) -> tuple[int, int]:
         """Estimate the waiting requests, and their prompt tokens, served before a new one.
 
-        These are all of smaller priorities, and of the same priority the tenant's own requests
-        with what the other tenants receive meanwhile by their weights.
+        Of its own priority these are its tenant's, and what other tenants receive meanwhile.
         """
         requests = tokens = 0
         for value, tenants in self._levels.items():
@@ -192,11 +191,7 @@ class QueueLimits:
         return len(self._tokens)
 
     def enter(self, handle: RequestHandle) -> None:
-        """Count a request.
-
-        Raises:
-            OverloadedError: there are `max_requests` already.
-        """
+        """Count a request; raise `OverloadedError` if there are `max_requests` already."""
         with self._lock:
             if len(self._tokens) < self._max_requests:
                 self._tokens[handle] = 0
@@ -207,11 +202,7 @@ class QueueLimits:
         )
 
     def add_tokens(self, handle: RequestHandle, num_tokens: int) -> None:
-        """Count the prompt tokens of a request. One that is too long for the limit may wait alone.
-
-        Raises:
-            OverloadedError: they would exceed `max_tokens`.
-        """
+        """Count prompt tokens, or raise `OverloadedError`. Too long a prompt may wait alone."""
         with self._lock:
             if not self.num_tokens or self.num_tokens + num_tokens <= self._max_tokens:
                 self._tokens[handle] += num_tokens
@@ -285,12 +276,7 @@ class Dispatcher:
         return not self.handles
 
     def register(self, handle: RequestHandle) -> None:
-        """Count a new request, which `admit` gets once it is prepared. Any thread may call it.
-
-        Raises:
-            OverloadedError: too many requests wait.
-            RequestError: its id is in use.
-        """
+        """Count a new request, or raise `OverloadedError` or `RequestError`. For any thread."""
         self.limits.enter(handle)
         if self.handles.setdefault(handle.id, handle) is not handle:
             self.limits.leave(handle)
@@ -312,14 +298,7 @@ class Dispatcher:
         refusal: Callable[[], Exception],
         now_ns: int,
     ) -> None:
-        """Queue a prepared request, or end it with the reason why it is refused.
-
-        Args:
-            handle: was prepared, unless it has ended.
-            engine: runs it; None if there is none.
-            refusal: returns why there is no engine.
-            now_ns: the time.
-        """
+        """Queue a prepared request, or end it; `refusal` returns why there is no engine."""
         if handle.ended:
             self.limits.leave(handle)
             return

@@ -150,10 +150,7 @@ class LoopMailbox:
                 self._news.clear()
 
     def news(self, handle: RequestHandle) -> asyncio.Future[None]:
-        """Return a future that is done once a request has news, at the latest when it ends.
-
-        One task at a time may await a request.
-        """
+        """Return a future that is done once a request has news. One task at a time may await it."""
         waiter = self._waiters[handle] = self._loop.create_future()
         return waiter
 
@@ -309,11 +306,7 @@ _NAMES = frozenset(RequestOptions.__annotations__)
 def make_handle(
     request_id: str, params: SamplingParams | None, options: RequestOptions, now_ns: int
 ) -> RequestHandle:
-    """Return the handle of a request; `request_id` is its id unless the options have one.
-
-    Raises:
-        RequestError: an option is unknown or invalid.
-    """
+    """Return the handle of a request, with the given id unless the options have one."""
     given: Mapping[str, Any] = options
     if unknown := sorted(given.keys() - _NAMES):
         raise RequestError(
@@ -352,9 +345,5 @@ def make_handle(
 
 
 def nanoseconds(name: str, seconds: float, least: float = 1e-9) -> int:
-    """Return a duration in nanoseconds.
-
-    Raises:
-        RequestError: it is not a number of seconds from `least` to 10^9.
-    """
+    """Return seconds, from `least` to 10^9, in nanoseconds; raise `RequestError` for others."""
     return int(1e9 * check_number(name, seconds, least, MAX_SECONDS))

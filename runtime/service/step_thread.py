@@ -92,11 +92,7 @@ class StepThread:
         self._thread = threading.Thread()
 
     def start(self) -> None:
-        """Start the thread, which first makes the engine. Does nothing if it was started.
-
-        Raises:
-            EngineClosedError: it was closed.
-        """
+        """Start the thread, which first makes the engine. Does nothing if it was started."""
         with self._starting:
             if self.phase is Phase.CLOSED:
                 raise self.refusal()
@@ -158,11 +154,7 @@ class StepThread:
         self._inbox.put(lambda: self.dispatcher.resume(handle, self.engine))
 
     def run(self, operation: Callable[[], T]) -> Future[T]:
-        """Run a function between two steps; the future has its result or exception.
-
-        Raises:
-            EngineNotStartedError: there is no thread that could run it.
-        """
+        """Run a function between two steps; the future has its result or exception."""
         if self.phase is Phase.NOT_STARTED:
             raise self.refusal()
         future: Future[T] = _future()
@@ -170,10 +162,7 @@ class StepThread:
         return future
 
     def drain(self, timeout: float | None) -> Future[bool]:
-        """Refuse new requests from now on, and complete the present ones; see `AsyncEngine.drain`.
-
-        Raises as `run`.
-        """
+        """Refuse new requests, and complete the present ones; see `AsyncEngine.drain`."""
         if self.phase is Phase.NOT_STARTED:
             raise self.refusal()
         end_ns = None if timeout is None else time.perf_counter_ns() + int(timeout * 1e9)

@@ -28,16 +28,9 @@ def trace_requests(
 ) -> None:
     """Make a span for each request of an engine that ends from now on.
 
-    The thread of the engine's callbacks makes it. Its parent is the request's `traceparent`. The
-    configuration of exporters and sampling is the application's.
-
-    Args:
-        engine: need not have started.
-        model_name: value of `gen_ai.request.model`.
-        tracer_provider: makes the spans; None for the global one.
-
-    Raises:
-        ModuleNotFoundError: OpenTelemetry is not installed.
+    The thread of the engine's callbacks makes it. Its parent is the request's `traceparent`.
+    `model_name` is the value of `gen_ai.request.model`; without a `tracer_provider`, the global one
+    makes the spans. The configuration of exporters and sampling is the application's.
     """
     try:
         from opentelemetry.trace import SpanKind, Status, StatusCode, get_tracer

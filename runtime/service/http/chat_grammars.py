@@ -53,14 +53,9 @@ class _CallGrammar(StructuredOutput):
 def tool_call_grammar(
     functions: Mapping[int, Mapping[str, Any]], tool_parser: str | None
 ) -> StructuredOutput:
-    """Return the grammar of one call of one of `functions`, whose arguments follow its parameters.
+    """Return the grammar of one call of one of `functions`, by their positions in `tools`.
 
-    Args:
-        functions: by their positions in `tools`.
-        tool_parser: the service's, which determines how a call is written.
-
-    Raises:
-        HttpError: the service has no parser, or a schema is invalid or too large.
+    The service's `tool_parser` determines how a call is written.
     """
     if tool_parser is None:
         raise invalid(

@@ -60,10 +60,7 @@ Serve = Callable[[argparse.Namespace, EngineConfig, ServiceConfig], int]
 
 
 def run(arguments: Sequence[str] | None, serve: Serve) -> int:
-    """Check a command line, then serve; return the exit status.
-
-    Until `serve` handles signals, they end the process.
-    """
+    """Check a command line, then serve. Until `serve` handles signals, they end the process."""
     parser = make_parser()
     options = parser.parse_args(arguments)
     if bool(options.ssl_certfile) != bool(options.ssl_keyfile):
@@ -79,10 +76,7 @@ def run(arguments: Sequence[str] | None, serve: Serve) -> int:
 
 @contextmanager
 def _ends_at_signals() -> Iterator[None]:
-    """End the process at the first SIGINT or SIGTERM, until the server handles them.
-
-    Not by an exception, which an import or a library may catch.
-    """
+    """End the process at a signal, not by an exception, which an import or a library may catch."""
 
     def end(number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name

@@ -81,16 +81,7 @@ class HttpError(Exception):
         code: str | None = None,
         headers: Headers = (),
     ) -> None:
-        """Describe the response.
-
-        Args:
-            status: the HTTP status.
-            message: for the client's developer.
-            kind: `type` of the error.
-            param: the field of the request that is wrong.
-            code: a name that clients compare with.
-            headers: more headers of the response.
-        """
+        """Describe the response; `param` is the wrong field, `code` a name to compare with."""
         super().__init__(message)
         self.status = status
         self.headers = headers
@@ -105,10 +96,7 @@ def invalid(param: str, message: str) -> HttpError:
 
 
 def _http_error(error: Exception, param_of: Callable[[RequestError], str | None]) -> HttpError:
-    """Return the response to an exception of the engine or of the service itself.
-
-    `param_of` returns the field of the request's body that an error is about.
-    """
+    """Return the response to an exception; `param_of` names the field that it is about."""
     match error:
         case HttpError():
             return error
@@ -198,11 +186,7 @@ class BodyLimits:
             await asyncio.sleep(0)
 
     def take(self, num_bytes: int) -> None:
-        """Count bytes of a body; a negative number releases them.
-
-        Raises:
-            OverloadedError: other bodies occupy the memory. The bytes are counted.
-        """
+        """Count bytes of a body, or raise `OverloadedError`; a negative number releases them."""
         self._num_bytes += num_bytes
         if num_bytes > 0 and self._num_bytes > MAX_BODIES * self.max_bytes:
             raise OverloadedError("the server is receiving too many large bodies", retry_after=1.0)
@@ -242,14 +226,7 @@ class Exchange:
     async def read(
         self, kind: type[T], check: Callable[[bytearray, type], None] | None = None
     ) -> T:
-        """Read the body and decode it as JSON; `check` refuses fields that `kind` lacks.
-
-        Raises:
-            HttpError: the body is too large or too slow (413, 408), no JSON, has too many brackets,
-                or a field has a wrong type or is refused (400).
-            OverloadedError: too many bodies arrive at once.
-            ClientDisconnected: before the end of the body.
-        """
+        """Read the body and decode it as JSON; `check` refuses fields that `kind` lacks."""
         async with self.body() as body:
             if len(body) > LARGE_BODY_BYTES:
                 await self._limits.wait_for_turn()
@@ -306,11 +283,7 @@ class Exchange:
 
     @asynccontextmanager
     async def cancelled_on_disconnect(self) -> AsyncIterator[None]:
-        """Cancel the block when the client disconnects. The body must have been read.
-
-        Raises:
-            ClientDisconnected: instead of the `CancelledError`.
-        """
+        """Cancel the block when the client disconnects, with `ClientDisconnected`."""
         task = asyncio.current_task()
         assert task is not None
         watcher = asyncio.create_task(self._cancel_on_disconnect(task))

@@ -60,11 +60,7 @@ class Service:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def model_name(self, given: str | None) -> str:
-        """Return the name of the model for the response.
-
-        Raises:
-            HttpError: 404, no model has this name.
-        """
+        """Return the name of the model for the response, 404 if no model has it."""
         if given is None:
             return self.model_names[0]
         if given not in self.model_names:
@@ -113,9 +109,6 @@ async def _generate(
     """Decode prompts, which share their parameters, and send the response.
 
     A stream begins when the engine has accepted all prompts.
-
-    Raises:
-        StepgraphError: as `AsyncStream.accepted`, or a row had non-finite logits.
     """
     request_id = f"{exchange.request_id}/{answer.id}"
     exchange.note(request_id=request_id)

@@ -394,14 +394,10 @@ def make_output_parser(
     in_reasoning: bool = False,
     **options: bool,
 ) -> OutputParser:
-    """Return a parser for one completion.
+    """Return a parser for one completion; see `OutputParser` for the `options`.
 
-    Args:
-        tool_parser: `hermes` (also Qwen) or `llama3_json`; None finds no calls.
-        reasoning_parser: `think`; None finds no reasoning.
-        tools: functions that the request offers. Without any, no calls are found.
-        in_reasoning: whether the prompt ends within the reasoning; see `ends_in_reasoning`.
-        options: see `OutputParser`.
+    `tools` are the functions that the request offers; without any, no calls are found.
+    `in_reasoning` is whether the prompt ends within the reasoning.
 
     Raises:
         ConfigError: no parser has this name.

@@ -104,11 +104,7 @@ class ResponseFormat(msgspec.Struct):
     """A schema in the place of `json_schema.schema`, as llama.cpp has it; also of `json_object`."""
 
     def structured(self) -> StructuredOutput | None:
-        """Return what the output must be.
-
-        Raises:
-            HttpError: the schema is missing, no JSON or too large.
-        """
+        """Return what the output must be."""
         if self.type == "text":
             return None
         if self.type == "json_object" and self.schema is None:
@@ -172,12 +168,7 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
         logprobs: int | None,
         forced: StructuredOutput | None = None,
     ) -> SamplingParams:
-        """Return how tokens are chosen; `forced` is what another field demands of the output.
-
-        Raises:
-            HttpError: a field is not supported, or several fields demand a form of the output.
-            RequestError: a value is out of range.
-        """
+        """Return how tokens are chosen; `forced` is what another field demands of the output."""
         if self.prompt_logprobs is not None and self.stream:
             raise invalid("prompt_logprobs", "prompt_logprobs is not available with stream")
         if self.best_of not in (None, 1, self.n or 1):
@@ -240,12 +231,7 @@ class CompletionRequest(SamplingRequest, kw_only=True):
     echo: bool | None = None
 
     def prompts(self, *, max_prompts: int, max_model_len: int) -> list[str] | list[list[int]]:
-        """Return the prompts, all of them texts or all of them token ids.
-
-        Raises:
-            HttpError: there is none, there are too many, one has too many tokens, or the list mixes
-                texts, tokens and lists.
-        """
+        """Return the prompts, all of them texts or all of them token ids."""
         prompt = self.prompt
         if isinstance(prompt, str):
             return [prompt]
@@ -304,11 +290,7 @@ class ChatRequest(SamplingRequest, kw_only=True):
         return {"reasoning_effort": effort, "enable_thinking": effort != "none", **given}
 
     def offered_tools(self) -> list[dict[str, Any]] | None:
-        """Return the tools that the model may call.
-
-        Raises:
-            HttpError: a tool has no name.
-        """
+        """Return the tools that the model may call."""
         for index, tool in enumerate(self.tools or ()):
             function = tool.get("function")
             if not isinstance(function, dict) or not isinstance(function.get("name"), str):
@@ -317,14 +299,7 @@ class ChatRequest(SamplingRequest, kw_only=True):
         return None if self.tool_choice == "none" else self.tools or None
 
     def forced_call(self, tool_parser: str | None) -> StructuredOutput | None:
-        """Return the form of an answer that must be a call; None if `tool_choice` forces none.
-
-        `tool_parser` is the service's, which determines how a call is written.
-
-        Raises:
-            HttpError: there is no such tool, no form for this parser, or a schema is invalid or
-                too large.
-        """
+        """Return the form of an answer that must be a call, as the service's parser reads it."""
         choice = self.tool_choice
         if choice is None or choice in ("none", "auto"):
             return None
@@ -342,10 +317,7 @@ class ChatRequest(SamplingRequest, kw_only=True):
         return tool_call_grammar(tools, tool_parser)
 
     def num_tokens(self, default: int | None) -> int:
-        """Return the maximum tokens of an answer.
-
-        If the request has none, `default` is the model's; None: the longest sequence ends it.
-        """
+        """Return the maximum tokens of an answer, without any `default` the longest sequence."""
         for given in (self.max_completion_tokens, self.max_tokens, default):
             if given is not None:
                 return given
@@ -397,11 +369,7 @@ def _structured_of(fields: dict[str, Any]) -> StructuredOutput:
 def chat_prompt(
     request: ChatRequest | TokenizeRequest, tools: list[dict[str, Any]] | None
 ) -> ChatPrompt:
-    """Return the prompt of a conversation.
-
-    Raises:
-        HttpError: as `template_messages`.
-    """
+    """Return the prompt of a conversation."""
     begins = request.add_generation_prompt
     kwargs = request.chat_template_kwargs or {}
     if isinstance(request, ChatRequest):
@@ -427,9 +395,6 @@ def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, A
 
     Arguments that are not a JSON object become an empty one: a model may have written them, and
     the conversation can then continue.
-
-    Raises:
-        HttpError: a part is not text, or a tool call has no function.
     """
     return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 

@@ -276,11 +276,7 @@ class _Command:
 
 
 def listen_tcp(host: str, port: int) -> socket.socket:
-    """Return a socket that listens on a TCP port, 0 for a free one.
-
-    Raises:
-        OSError: the address cannot be used.
-    """
+    """Return a socket that listens on a TCP port, 0 for a free one."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
@@ -293,12 +289,7 @@ def listen_tcp(host: str, port: int) -> socket.socket:
 
 
 def listen_unix(path: str) -> socket.socket:
-    """Return a unix socket that listens at a path. A socket that a process left there is replaced.
-
-    Raises:
-        OSError: another process listens there, it is another kind of file, or the path cannot be
-            used.
-    """
+    """Return a unix socket that listens at a path; one that a process left there is replaced."""
     listener = socket.socket(socket.AF_UNIX)
     try:
         with suppress(FileNotFoundError):

@@ -77,13 +77,7 @@ class ChoiceTokens:
     def __init__(
         self, texts: TokenTexts, prompt_ids: Sequence[int], *, skip_special_tokens: bool
     ) -> None:
-        """Begin before the first token.
-
-        Args:
-            texts: of the model.
-            prompt_ids: the tokens before the completion.
-            skip_special_tokens: as in the request.
-        """
+        """Begin before the first token, after the tokens of the prompt."""
         self._texts = texts
         self._num_chars = 0  # of the text, up to the last whole character
         self._stream: TextStream | None = None
@@ -126,10 +120,7 @@ class ChoiceTokens:
     ) -> CompletionLogprobs:
         """Return the log-probabilities of the next tokens of the completion.
 
-        Args:
-            token_ids: the tokens.
-            entries: one for each.
-            end: characters of the whole text, if no more follow: a stop string is not part of it.
+        `end` is the length of the whole text, if no more follow: a stop string is not part of it.
         """
         strings, offsets = [], []
         for token_id in token_ids:

@@ -135,12 +135,7 @@ class UnknownFields:
         self._logged: set[str] = set()
 
     def check(self, body: bytes | bytearray, kind: type) -> None:
-        """Check the fields of a body, which has been decoded as a request of a type.
-
-        Raises:
-            HttpError: a field would change the result; or the policy is `error`, and one is
-                unknown.
-        """
+        """Refuse or log the unknown fields of a body, which has been decoded as a `kind`."""
         known = self._kinds.get(kind)
         if known is None:
             return

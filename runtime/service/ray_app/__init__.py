@@ -108,11 +108,7 @@ class ReplicaOptions:
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Self:
-        """Return the options that the arguments of `build` give; texts of `serve run` are JSON.
-
-        Raises:
-            ConfigError: an argument is unknown, has a wrong type or is out of range.
-        """
+        """Return the options that the arguments of `build` give; texts of `serve run` are JSON."""
         values = dict(arguments)
         for name, value in arguments.items():
             if isinstance(value, str) and name not in ("model", "accelerator_type"):
@@ -146,10 +142,7 @@ def _made(name: str, kind: Any, defaults: Mapping[str, Any], values: Any) -> Any
 
 
 def build(args: Mapping[str, Any]) -> Application:
-    """Return an application of an ingress and replicas of an engine.
-
-    Args:
-        args: fields of `ReplicaOptions`, `model` at least.
+    """Return an application of an ingress and replicas; `args` are fields of `ReplicaOptions`.
 
     Raises:
         ConfigError: Ray is missing or of another version, or an argument is invalid. Nothing has
@@ -218,9 +211,6 @@ def replica_bundle(options: ReplicaOptions) -> dict[str, float]:
 
     A replica starts the ranks of a tensor-parallel engine itself, as processes of one node. So its
     CPUs and GPUs are one bundle, which a node has as a whole or not at all.
-
-    Raises:
-        ConfigError: device, `tensor_parallel`, `threads`, `num_cpus` and `num_gpus` disagree.
     """
     engine, gpus, ranks = options.engine, options.num_gpus, options.engine.tensor_parallel
     threads = engine.threads if not gpus and engine.threads and engine.threads > 0 else 1

@@ -204,11 +204,7 @@ class PromptBlocks:
     """Hashes prompts as engines do, with the tokenizer and templates, without the weights."""
 
     def __init__(self, options: ReplicaOptions) -> None:
-        """Load the tokenizer.
-
-        Raises:
-            CheckpointError, ConfigError: there is no such model.
-        """
+        """Load the tokenizer."""
         engine = options.engine
         found = resolve_source(
             options.model, tied=engine.tie_word_embeddings, model_impl=engine.model_impl
@@ -229,8 +225,7 @@ class PromptBlocks:
     async def of(self, path: str, body: bytes) -> bytes:
         """Return the fingerprints of a prompt's full blocks; of several prompts, of the first.
 
-        There are none for other paths, for larger bodies than `max_prompt_bytes`, and for invalid
-        requests, which a replica answers.
+        Requests that a replica will refuse have none.
         """
         kind = _KINDS.get(path)
         if kind is None or len(body) > self._most_bytes:
@@ -256,11 +251,7 @@ class Ingress:
     """Forwards requests. One that is lost before its response begins is sent to another replica."""
 
     def __init__(self, options: ReplicaOptions, replicas: DeploymentHandle) -> None:
-        """Load the tokenizer, unless prompts do not matter for the routing.
-
-        Raises:
-            CheckpointError, ConfigError: there is no such model.
-        """
+        """Load the tokenizer, unless prompts do not matter for the routing."""
         from ray.exceptions import RayActorError
         from ray.serve.exceptions import DeploymentUnavailableError, ReplicaUnavailableError
 
@@ -291,12 +282,7 @@ class Ingress:
                 await exchange.send_events(b"", last=True)
 
     async def _forward(self, request: RemoteRequest) -> AsyncIterator[Head | bytes]:
-        """Yield the head and the body of a response.
-
-        Raises:
-            EngineUnavailableError: no replica has served the request.
-            EngineFailedError: the replica was lost after the response had begun.
-        """
+        """Yield the head and the body of a response, of the first replica that serves it."""
         prompt = b""
         if self._blocks is not None:
             prompt = await self._blocks.of(request.path, request.body)
@@ -322,11 +308,7 @@ class Ingress:
     async def _attempt(
         self, request: RemoteRequest, prompt: bytes
     ) -> AsyncIterator[Head | bytes | NotServed]:
-        """Yield what one replica responds; `NotServed` last if it is lost.
-
-        Raises:
-            OverloadedError: no replica has accepted the request in time.
-        """
+        """Yield what one replica responds; `NotServed` last if it is lost."""
         seconds = self._options.route_seconds
         response = self._respond.remote(request, prompt)
         try:

@@ -95,13 +95,8 @@ def by_preference(
     """Return the replicas, the one that should get the next request first.
 
     Those within the bound come first, by cached blocks; of equal ones the one with fewer requests,
-    then a random one. Overloaded ones follow by their load.
-
-    Args:
-        loads: requests of each replica that have not ended.
-        num_cached: returns how many blocks of the prompt a replica caches.
-        load_bound: c above.
-        spare_requests: a replica with fewer requests is never overloaded.
+    then a random one. Overloaded ones follow by their load: `load_bound` is c above, and a replica
+    with fewer than `spare_requests` is never overloaded.
     """
     bound = math.ceil(load_bound * (sum(loads.values()) + 1) / max(len(loads), 1))
 
