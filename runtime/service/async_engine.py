@@ -59,6 +59,9 @@ T = TypeVar("T")
 INLINE_TOKENS = 1024
 """Prompts of at most this many token ids are checked by the caller: it takes microseconds."""
 
+DRAIN_POLL_SECONDS = 0.005
+"""Time between two looks at whether the requests have ended."""
+
 _open: weakref.WeakSet[AsyncEngine] = weakref.WeakSet()  # those to close at exit
 
 
@@ -346,15 +349,24 @@ class AsyncEngine:
 
         Those left after `timeout` seconds are aborted. Returns whether all ended by themselves:
         none was aborted for it, or lost with a failed engine. `wake` ends it; cancelling the call,
-        also a call of `sleep` or `reload`, does not.
+        also a call of `sleep` or `reload`, only ends the wait.
 
         Raises:
             RequestError: `timeout` is not a number of seconds from 0 to 10^9.
         """
-        self._check_process()
+        thread, complete, end_ns = self._thread, True, None
+        requests = thread.dispatcher
         if timeout is not None:
-            nanoseconds("timeout", timeout, least=0)
-        return await asyncio.wrap_future(self._thread.drain(timeout))
+            end_ns = time.perf_counter_ns() + nanoseconds("timeout", timeout, least=0)
+        await self._between_steps(thread.begin_drain)
+        if requests.is_empty:
+            return True
+        while not requests.is_empty and thread.phase is Phase.DRAINING:
+            if end_ns is not None and end_ns <= time.perf_counter_ns():
+                complete, end_ns = False, None
+                await self._between_steps(lambda: requests.abort_all(thread.engine))
+            await asyncio.sleep(DRAIN_POLL_SECONDS)
+        return complete and thread.phase in (Phase.DRAINING, Phase.ASLEEP)
 
     async def sleep(self, timeout: float | None = None) -> None:
         """Drain, then free the memory of the engine, on the device and of the weights.

@@ -78,9 +78,6 @@ class StepThread:
         """The engine, and the sum of the counters of the earlier ones. Replaced as one, so that
         any thread reads a sum that never decreases."""
         self._start_engine = start_engine
-        self._drains: list[Future[bool]] = []  # calls that wait until no request is left
-        self._drain_end_ns: int | None = None  # when the rest is aborted; None for never, or done
-        self._drain_complete = True  # whether no request was aborted for the drains, or lost
         self._draining = False  # from the first drain until the engine is woken or put to sleep
         self._stall_seconds = config.stall_seconds
         self._inbox = Inbox()
@@ -161,15 +158,6 @@ class StepThread:
         self._inbox.put(partial(_run_into, future, operation))
         return future
 
-    def drain(self, timeout: float | None) -> Future[bool]:
-        """Refuse new requests, and complete the present ones; see `AsyncEngine.drain`."""
-        if self.phase is Phase.NOT_STARTED:
-            raise self.refusal()
-        end_ns = None if timeout is None else time.perf_counter_ns() + int(timeout * 1e9)
-        future: Future[bool] = _future()
-        self._inbox.put(partial(self._begin_drain, future, end_ns))
-        return future
-
     def close(self) -> None:
         """End all requests with `EngineClosedError`, then the engine and the thread."""
         with self._starting:
@@ -247,14 +235,13 @@ class StepThread:
                 self._last_step_ns = time.perf_counter_ns()
                 requests.deliver(outputs, engine, self._last_step_ns)
         requests.end_unreadable(engine)
-        self._settle_drains()
         if requests.flush():
             time.sleep(0)  # passes the interpreter lock to an event loop that has woken up
 
     def _seconds_to_wait(self) -> float | None:
         """Return when there is something to do without an action; None for never."""
         requests = self.dispatcher
-        times = [self._drain_end_ns, requests.next_deadline_ns, requests.send_timeout_ns]
+        times = [requests.next_deadline_ns, requests.send_timeout_ns]
         due = min([ns for ns in times if ns is not None], default=None)
         seconds = None if due is None else max(due - time.perf_counter_ns(), 0) / 1e9
         if self.engine is None or not self.engine.has_ranks:
@@ -274,7 +261,6 @@ class StepThread:
         """End all requests and the engine after an exception."""
         self.failure = error
         self.phase = Phase.FAILED  # first: clients may read it before the rest is done
-        self._drain_complete = False
         reason = bounded_text(error, MAX_REASON)
         lost = EngineFailedError(f"the engine failed, and the request was lost: {reason}")
         lost.__cause__ = error
@@ -287,7 +273,7 @@ class StepThread:
         if self._closing:
             self.phase = Phase.CLOSED
         self._close_engine(error)
-        self._end_drains()
+        self._draining = False
 
     def _make_engine(self) -> None:
         self.phase = Phase.STARTING
@@ -308,40 +294,11 @@ class StepThread:
             except Exception:  # of a failed engine, whose memory is lost
                 logger.exception("the engine could not be closed")
 
-    def _begin_drain(self, future: Future[bool], end_ns: int | None) -> None:
+    def begin_drain(self) -> None:
+        """Refuse new requests from now on, until `wake`."""
         if self.phase is Phase.SERVING:
             self.phase = Phase.DRAINING
         self._draining = True
-        if not future.done() and future not in self._drains:  # else this repeats it
-            self._drains.append(future)
-            if end_ns is not None and (self._drain_end_ns is None or end_ns < self._drain_end_ns):
-                self._drain_end_ns = end_ns
-        if self._ended:
-            self._settle_drains()
-
-    def _settle_drains(self) -> None:
-        """Complete the drains if no request is left; abort the rest when their time is over."""
-        if not self._drains:
-            return
-        end_ns = self._drain_end_ns
-        if end_ns is not None and end_ns <= time.perf_counter_ns() and not self.dispatcher.is_empty:
-            self._drain_end_ns, self._drain_complete = None, False
-            self.dispatcher.abort_all(self.engine)
-        if self.dispatcher.is_empty:
-            self._complete_drains()
-
-    def _complete_drains(self) -> None:
-        while self._drains:
-            if not self._drains[0].done():
-                self._drains[0].set_result(self._drain_complete)
-            self._drains.pop(0)
-        self._drain_end_ns, self._drain_complete = None, True
-
-    def _end_drains(self) -> None:
-        """Complete all drains with False, and accept requests again."""
-        self._drain_complete = False
-        self._complete_drains()
-        self._draining = False
 
     def _check_drained(self) -> None:
         """Refuse to end requests that were accepted since the drain."""
@@ -353,7 +310,7 @@ class StepThread:
         """Close the engine, which has been drained. This frees its memory."""
         self._check_drained()
         self._close_engine(EngineUnavailableError("the engine was put to sleep"))
-        self._end_drains()
+        self._draining = False
         self.phase = Phase.ASLEEP
 
     def _check_can_start(self) -> None:
@@ -363,7 +320,7 @@ class StepThread:
     def wake(self) -> None:
         """Serve again after `drain` or `sleep`."""
         self._check_can_start()
-        self._end_drains()
+        self._draining = False
         if self.engine is not None:
             self.phase = Phase.SERVING
             return

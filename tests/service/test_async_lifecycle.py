@@ -97,22 +97,24 @@ def test_an_engine_that_was_not_started_says_so() -> None:
         r.check_serves()
 
 
-def test_a_drain_completes_the_present_requests_and_refuses_others() -> None:
+@in_event_loop
+async def test_a_drain_completes_the_present_requests_and_refuses_others() -> None:
     with rig() as r:
         r.steps.close()
         r.preparations.close()
         running = r.engine.submit(tuple(PROMPT), params(1, max_tokens=30))
-        draining = r.thread.drain(None)
-        wait_until(lambda: r.engine.health().phase is Phase.DRAINING)
+        draining = asyncio.ensure_future(r.engine.drain())
+        while r.engine.health().phase is not Phase.DRAINING:
+            await asyncio.sleep(0.001)
         with pytest.raises(EngineUnavailableError):
             r.engine.submit(PROMPT)
         r.preparations.open()  # of a request that was there before
         r.steps.open()
-        assert draining.result(SECONDS) is True
+        assert await draining is True
         assert running.result(SECONDS).finish_reason == "length"
         assert r.engine.health().phase is Phase.DRAINING
-        assert do(r.engine.stats())["queued"] == 0
-        do(r.engine.wake())
+        assert (await r.engine.stats())["queued"] == 0
+        await r.engine.wake()
         r.check_serves()
 
 
@@ -132,15 +134,18 @@ def test_a_drain_aborts_what_is_left_at_its_timeout() -> None:
         r.check_serves()
 
 
-def test_drain_reports_requests_that_a_failure_lost() -> None:
+@in_event_loop
+async def test_drain_reports_requests_that_a_failure_lost() -> None:
     with rig() as r:
         lost = r.hold(PROMPT, params(1))
-        draining = r.thread.drain(None)
+        draining = asyncio.ensure_future(r.engine.drain())
+        await asyncio.sleep(0)
         r.steps.permit()
-        wait_until(lambda: r.engine.health().phase is Phase.DRAINING)
+        while r.engine.health().phase is not Phase.DRAINING:
+            await asyncio.sleep(0.001)
         r.on_step = fail
         r.steps.permit()
-        assert draining.result(SECONDS) is False
+        assert await draining is False
         with pytest.raises(EngineFailedError):
             lost.result(SECONDS)
         assert r.engine.health().phase is Phase.FAILED
