@@ -8,11 +8,12 @@ dependent launch, are tested alone.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
+import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import closing, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -33,7 +34,6 @@ from ..kernels import (
 )
 from ..kernels.choice import SamplerName
 from ..kernels.ops.batch import Feedback
-from ..kernels.ops.token_masks import MASK_BITS, LaneMasks, mask_logits
 from ..kernels.result_check import (
     DEPENDENT_LAUNCH,
     Fallback,
@@ -47,8 +47,7 @@ from ..kernels.triton.dependent import dependent_launch
 from ..kernels.triton.filled_memory import FilledMemory, poison
 from ..models.config import ModelConfig
 from ..models.resolved_config import ResolvedConfig
-from ..sampling.sample_output import SampleOutput
-from ..sampling.samplers import SAMPLERS, Sampler
+from ..sampling.samplers import SAMPLERS
 from ..sampling.sampling_state import SamplingState
 from ..sampling_params import SamplingParams
 
@@ -97,8 +96,6 @@ _STEP_TOLERANCES = 4
 """The tolerance of a step, in tolerances of an operation."""
 _DEPENDENT_REPLAYS = 20
 """Replays with dependent launch: a race does not show in every replay."""
-_EVERY_OTHER = 0x55555555
-"""A word of a mask that allows the even tokens."""
 
 
 def check_kernels(
@@ -130,41 +127,53 @@ def check_kernels(
         return kernels
     started = time.perf_counter()
     if seed is None:  # torch's global generators are not used
-        generator = torch.Generator()
-        generator.seed()
-        seed = int(torch.randint(1 << 30, (), generator=generator))
+        seed = random.SystemRandom().randrange(1 << 30)
     sample = _GPU if on_cuda or kernels.name == "triton" else _CPU
+    failed: list[Fallback] = []
+
+    def fails(fallback: Fallback | None) -> bool:
+        if fallback is not None:
+            failed.append(fallback)
+            if required:
+                raise KernelSelfTestError(_refusal(failed, config))
+        return fallback is not None
+
     with torch.no_grad(), on_device(config.device):
-        checked = _checked(sample, kernels, model, config, seed, required)
+        passed = _passing(sample, kernels, model, config, seed, fails)
     if on_cuda:
         torch.cuda.empty_cache()  # the memory plan counts what the device has free
     logger.info("self-test of native kernels: %.2f s", time.perf_counter() - started)
-    warn_of_fallbacks(checked.fallbacks)
-    return checked
+    warn_of_fallbacks(failed)
+    return dataclasses.replace(passed, fallbacks=tuple(failed)) if failed else passed
 
 
-def _checked(
+def _passing(
     sample: _Sample,
     kernels: Kernels,
     model: ModelConfig,
     config: ResolvedConfig,
     seed: int,
-    required: bool,
+    fails: Callable[[Fallback | None], bool],
 ) -> Kernels:
+    """Return the first pattern that passes, with the sampler and the launches that pass."""
     device, on_cuda = config.device, config.device.type == "cuda"
-    failed: list[Fallback] = []
-
-    def fail(fallback: Fallback) -> None:
-        failed.append(fallback)
-        if required:
-            raise KernelSelfTestError(_refusal(failed, config))
-
     reference = dataclasses.replace(
         select_kernels(device, "eager", config.dtype, config.weights),
         collectives=kernels.collectives,
     )
     if on_cuda:  # torch.compile does not look into this operation
         reference = dataclasses.replace(reference, experts=opaque_experts)
+    around = dataclasses.replace(
+        reference,
+        attention=kernels.attention,
+        bounded_by_length=kernels.bounded_by_length,
+        masks=kernels.masks,
+        library=kernels.library,
+        dependent_launch=kernels.dependent_launch,
+    )
+    patterns = [(sample.layers, kernels), (sample.attention, around)]
+    if kernels.make_stack is None:
+        patterns = [(sample.attention, kernels)]
     cut = sample_config(model, layers=sample.num_layers, vocabulary=sample.vocabulary)
     generator = torch.Generator().manual_seed(seed)
     cases = sample_cases(
@@ -175,60 +184,31 @@ def _checked(
         tokens=min(sample.tokens, config.prefill_chunk),
         longest=sample.longest,
     )
-    plain = SampleSteps(cut, config, reference, cases, seed)
-    size = config.block_size
-    expected = [_step_results(plain, case, case.read_blocks(size)) for case in cases]
-    plain.close()
-    passed: Kernels | None = None
-    for name, pattern in _patterns(sample, kernels, reference):
-        steps = SampleSteps(cut, config, pattern, cases, seed)
-        if on_cuda:  # in parallel; failures show in the steps
-            from ..kernels.triton.precompile import compile_kernels
+    with closing(SampleSteps(cut, config, reference, cases, seed)) as plain:
+        size = config.block_size
+        expected = [_step_results(plain, case, case.read_blocks(size)) for case in cases]
+    for name, passed in patterns:
+        with closing(SampleSteps(cut, config, passed, cases, seed)) as steps:
+            if on_cuda:  # in parallel; failures show in the steps
+                from ..kernels.triton.precompile import compile_kernels
 
-            compile_kernels([(str(case.key), steps.functions.bind(case.key)) for case in cases])
-        failure = _step_failure(name, steps, cases, expected, config)
-        steps.close()
-        if failure is None:
-            passed = pattern
-            break
-        fail(failure)
-    if passed is None:
+                compile_kernels([(str(case.key), steps.functions.bind(case.key)) for case in cases])
+            if not fails(_step_failure(name, steps, cases, expected, config)):
+                break
+    else:
         passed = dataclasses.replace(reference, library=kernels.library)
         if on_cuda:
             passed = dataclasses.replace(passed, attention=paged_attention)
-    if passed.sampler != "torch":
-        wrong = sampler_failure(passed.sampler, cut.vocab_size, config, generator)
-        if wrong is not None:
-            fail(wrong)
-            passed = dataclasses.replace(passed, sampler="torch")
+    if passed.sampler != "torch" and fails(
+        sampler_failure(passed.sampler, cut.vocab_size, config, generator)
+    ):
+        passed = dataclasses.replace(passed, sampler="torch")
     depends = on_cuda and config.mode == "graph" and passed.dependent_launch
     if depends and torch.cuda.get_device_capability(device) >= (9, 0):
-        steps = SampleSteps(cut, config, passed, cases, seed)
-        unequal = dependent_launch_failure(steps, cases, CudaGraphCapturer(device))
-        steps.close()
-        if unequal is not None:
-            fail(unequal)
-            passed = dataclasses.replace(passed, dependent_launch=False)
-    return dataclasses.replace(passed, fallbacks=tuple(failed)) if failed else passed
-
-
-def _patterns(
-    sample: _Sample, kernels: Kernels, reference: Kernels
-) -> Iterator[tuple[str, Kernels]]:
-    """Yield the patterns to try, each with its name, fastest first."""
-    if kernels.make_stack is None:
-        yield sample.attention, kernels
-        return
-    yield sample.layers, kernels
-    around = dataclasses.replace(
-        reference,
-        attention=kernels.attention,
-        bounded_by_length=kernels.bounded_by_length,
-        masks=kernels.masks,
-        library=kernels.library,
-        dependent_launch=kernels.dependent_launch,
-    )
-    yield sample.attention, around
+        with closing(SampleSteps(cut, config, passed, cases, seed)) as steps:
+            if fails(dependent_launch_failure(steps, cases, CudaGraphCapturer(device))):
+                passed = dataclasses.replace(passed, dependent_launch=False)
+    return passed
 
 
 def _refusal(fallbacks: Sequence[Fallback], config: ResolvedConfig) -> str:
@@ -244,59 +224,41 @@ def _refusal(fallbacks: Sequence[Fallback], config: ResolvedConfig) -> str:
     )
 
 
-class _Results(NamedTuple):
-    logits: torch.Tensor
-    """Of the rows in use."""
-    tokens: torch.Tensor
-    cache: torch.Tensor
-    positions: torch.Tensor
-    """Of all rows, after the step."""
-
-
-def _step_results(steps: SampleSteps, case: SampleCase, read_blocks: int) -> _Results:
+def _step_results(
+    steps: SampleSteps, case: SampleCase, read_blocks: int
+) -> dict[str, torch.Tensor]:
+    """Return what a step computes for the rows in use, and what it leaves in the cache."""
     steps.prepare(case)
     output = steps.functions.bind(dataclasses.replace(case.key, read_blocks=read_blocks))()
-    rows = len(case.chunks)
-    return _Results(
-        output.logits[:rows],
-        output.tokens[:rows],
-        steps.stored(),
-        steps.state.positions[: steps.state.null_row].clone(),
-    )
+    return {
+        "logits": output.logits[: len(case.chunks)],
+        "cache": steps.stored(),
+        "positions": steps.state.positions[: steps.state.null_row].clone(),
+    }
 
 
 def _step_failure(
     name: str,
     steps: SampleSteps,
     cases: Sequence[SampleCase],
-    expected: Sequence[_Results],
+    expected: Sequence[dict[str, torch.Tensor]],
     config: ResolvedConfig,
 ) -> Fallback | None:
     """Return how the first step that differs does; memory that it allocates holds NaN first."""
-    kernels = steps.model.kernels
+    filled = FilledMemory(poison) if steps.model.kernels.name == "triton" else nullcontext()
+    limit = _STEP_TOLERANCES * tolerance(config.dtype, config.storage)
     for case, right in zip(cases, expected, strict=True):
         try:
-            with FilledMemory(poison) if kernels.name == "triton" else contextlib.nullcontext():
+            with filled:
                 found = _step_results(steps, case, case.key.read_blocks)
-            error = _difference(found, right, config)
+            errors = {k: disagreement(found[k], right[k], limit) for k in right}
+            error = next((f"{name}: {text}" for name, text in errors.items() if text), None)
         except Exception as failure:  # from an operator, a compiler or a device
             require_usable_device(name, config.device, failure)
             error = brief(failure)
         if error is not None:
             shape = f"{_step_name(case)}, {str(config.dtype).removeprefix('torch.')}"
             return Fallback(name, shape, error)
-    return None
-
-
-def _difference(found: _Results, right: _Results, config: ResolvedConfig) -> str | None:
-    limit = _STEP_TOLERANCES * tolerance(config.dtype, config.storage)
-    for place, own, expected, most in (
-        ("", found.logits, right.logits, limit),
-        ("cache: ", found.cache, right.cache, limit),
-        ("positions: ", found.positions, right.positions, 0.0),
-    ):
-        if error := disagreement(own, expected, most):
-            return place + error
     return None
 
 
@@ -343,7 +305,8 @@ def dependent_launch_failure(
             capture.replay()
             rows = len(case.chunks)
             found = [capture.output.logits[:rows], capture.output.tokens[:rows], *compared]
-            found = [_bits(tensor).clone() for tensor in found]
+            # As bytes, so that NaN equals NaN.
+            found = [tensor.contiguous().view(torch.uint8).clone() for tensor in found]
             expected = expected or found
             if not all(map(torch.equal, found, expected)):
                 error = "a captured step has different results with it"
@@ -351,18 +314,10 @@ def dependent_launch_failure(
     return None
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a tensor, so that NaN equals NaN."""
-    return tensor.contiguous().view(torch.uint8)
-
-
 def sampler_failure(
     name: SamplerName, vocab_size: int, config: ResolvedConfig, generator: torch.Generator
 ) -> Fallback | None:
     """Compare greedy and random draws of a few rows with the plain sampler's.
-
-    With speculation it also compares draws of a verify step, and with structured output draws
-    with token masks.
 
     Raises KernelSelfTestError where the sampler left the device unusable.
     """
@@ -377,6 +332,7 @@ def sampler_failure(
     positions_B = torch.randint(100, (len(params),), generator=generator).to(device)
     logits_BV = 3 * torch.randn(len(params), vocab_size, generator=generator)
     logits_BV = logits_BV.to(device, config.dtype)
+    shape = f"logits {list(logits_BV.shape)} {str(logits_BV.dtype).removeprefix('torch.')}"
     drawn = []
     for sampler in (SAMPLERS[name], SAMPLERS["torch"]):
         state = SamplingState.allocate(len(params), vocab_size, device)
@@ -386,87 +342,26 @@ def sampler_failure(
             )
             state.store_row(row, parameters)
         try:
-            drawn.append(_drawn(sampler, logits_BV, state, rows_B, positions_B, config))
+            if sampler.greedy_step is None or sampler.full_step is None:
+                greedy = sampler.greedy(logits_BV)
+                full = sampler.full(logits_BV, state, rows_B, positions_B)
+            else:  # as steps draw: with token feedback into row state
+                state_2R = torch.zeros(2, len(params) + 1, dtype=torch.int64, device=device)
+                feed = Feedback(rows_B, positions_B - 1, *state_2R)
+                greedy = sampler.greedy_step(logits_BV, feed)
+                full = sampler.full_step(logits_BV, state, feed)
+            drawn.append((greedy, full, state.token_counts))
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
         except Exception as failure:  # a compiler and a device raise anything
-            require_usable_device(f"{title} ({_sizes(logits_BV)})", device, failure)
-            return Fallback(title, _sizes(logits_BV), brief(failure))
-    error = None
-    for (greedy, full, counts), (plain_greedy, plain, plain_counts) in zip(*drawn, strict=True):
-        error = error or disagreement(greedy, plain_greedy, 0.0)
-        # One draw may be so close to a boundary that the rounding of sums decides it.
-        differ = int((full.tokens != plain.tokens).sum())
-        if error is None and (differ > 1 or int((counts != plain_counts).sum()) > 2 * differ):
-            error = "drawn tokens differ" if differ > 1 else "token counts differ"
-        if error is None:
-            error = disagreement(full.top_logprobs, plain.top_logprobs, tolerance(torch.float32))
-    return None if error is None else Fallback(title, _sizes(logits_BV), error)
-
-
-_Drawn = tuple[torch.Tensor, SampleOutput, torch.Tensor]
-"""Greedy tokens, drawn ones, and the token counts of all rows afterwards."""
-
-
-def _drawn(
-    sampler: Sampler,
-    logits_BV: torch.Tensor,
-    state: SamplingState,
-    rows_B: torch.Tensor,
-    positions_B: torch.Tensor,
-    config: ResolvedConfig,
-) -> list[_Drawn]:
-    """Draw as steps do: with token feedback into row state if the sampler has it."""
-    counts_RV, masks = state.token_counts.clone(), None
-    drawn = [_drawn_tokens(sampler, logits_BV, state, rows_B, positions_B, None)]
-    if config.structured_output:
-        words = -(-logits_BV.shape[1] // MASK_BITS)
-        bits_NW = torch.full((2, words), -1, dtype=torch.int32, device=rows_B.device)
-        bits_NW[0] = _EVERY_OTHER
-        masks = LaneMasks(bits_NW, rows_B % 2)
-        state.token_counts.copy_(counts_RV)
-        drawn.append(_drawn_tokens(sampler, logits_BV, state, rows_B, positions_B, masks))
-    if config.speculation is not None:
-        own = _for_sampler(sampler, logits_BV, masks)
-        state.token_counts.copy_(counts_RV)
-        # Two tokens of two rows, of which the last one has penalties. What follows a wrong draft is
-        # arbitrary, so only the first of them are compared, and what the row counts.
-        token_ids_BN = logits_BV[::2].argmax(-1, keepdim=True).expand(-1, 2).contiguous()
-        rows_T = rows_B[2:].repeat_interleave(2)
-        output = sampler.drafted(own[0], state, rows_T, positions_B, token_ids_BN, *own[1:])
-        first = output.at(torch.arange(0, len(rows_T), 2, device=rows_T.device))
-        drawn.append((sampler.greedy(*own), first, state.token_counts.clone()))
-    return drawn
-
-
-def _drawn_tokens(
-    sampler: Sampler,
-    logits_BV: torch.Tensor,
-    state: SamplingState,
-    rows_B: torch.Tensor,
-    positions_B: torch.Tensor,
-    masks: LaneMasks | None,
-) -> _Drawn:
-    logits_BV, *own = _for_sampler(sampler, logits_BV, masks)
-    if sampler.greedy_step is None or sampler.full_step is None:
-        greedy = sampler.greedy(logits_BV, *own)
-        full = sampler.full(logits_BV, state, rows_B, positions_B, *own)
-        return greedy, full, state.token_counts.clone()
-    newest_R, positions_R = torch.zeros(2, len(rows_B) + 1, dtype=torch.int64, device=rows_B.device)
-    feed = Feedback(rows_B, positions_B - 1, newest_R, positions_R)
-    greedy = sampler.greedy_step(logits_BV, feed, *own)
-    full = sampler.full_step(logits_BV, state, feed, *own)
-    return greedy, full, state.token_counts.clone()
-
-
-def _for_sampler(
-    sampler: Sampler, logits_BV: torch.Tensor, masks: LaneMasks | None
-) -> tuple[torch.Tensor, *tuple[LaneMasks, ...]]:
-    """Return the arguments of a sampler for masked logits: masks, if it applies them."""
-    if masks is None:
-        return (logits_BV,)
-    return (logits_BV, masks) if sampler.takes_masks else (mask_logits(logits_BV, masks),)
-
-
-def _sizes(logits_BV: torch.Tensor) -> str:
-    return f"logits {list(logits_BV.shape)} {str(logits_BV.dtype).removeprefix('torch.')}"
+            require_usable_device(f"{title} ({shape})", device, failure)
+            return Fallback(title, shape, brief(failure))
+    (greedy, full, counts), (plain_greedy, plain, plain_counts) = drawn
+    error = disagreement(greedy, plain_greedy, 0.0)
+    # One draw may be so close to a boundary that the rounding of sums decides it.
+    differ = int((full.tokens != plain.tokens).sum())
+    if error is None and (differ > 1 or int((counts != plain_counts).sum()) > 2 * differ):
+        error = "drawn tokens differ" if differ > 1 else "token counts differ"
+    if error is None:
+        error = disagreement(full.top_logprobs, plain.top_logprobs, tolerance(torch.float32))
+    return None if error is None else Fallback(title, shape, error)

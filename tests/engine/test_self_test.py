@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from stepgraph.runtime import EngineConfig, KernelSelfTestError, SamplingParams
-from stepgraph.runtime.engine.self_test import check_kernels, sampler_failure
+from stepgraph.runtime.engine.self_test import check_kernels
 from stepgraph.runtime.execution.sample_steps import sample_config
 from stepgraph.runtime.kernels import DecoderStack, Experts, Kernels, have_compiler, select_kernels
 from stepgraph.runtime.kernels.result_check import disagreement
@@ -17,8 +17,7 @@ from stepgraph.runtime.models import resolved_config
 from stepgraph.runtime.models.config import ModelConfig
 from stepgraph.runtime.models.plan import model_plan
 from stepgraph.runtime.models.resolved_config import ResolvedConfig
-from stepgraph.runtime.sampling.sample_output import SampleOutput
-from stepgraph.runtime.sampling.samplers import SAMPLERS, Sampler
+from stepgraph.runtime.sampling.samplers import SAMPLERS
 
 from ..rigs.engine_rig import Open
 from ..rigs.sharding_rig import tiny_config
@@ -147,34 +146,3 @@ def test_a_difference_in_one_element_of_many_is_seen() -> None:
     expected[63, 999] = float("nan")  # nothing is written there
     assert disagreement(found, expected, 0.03) is None
     assert disagreement(expected.nan_to_num(), expected, 0.03) is not None
-
-
-@pytest.mark.parametrize("part", ["drafted", "masks"])
-def test_a_sampler_that_is_wrong_about_drafts_or_masks_is_found(
-    monkeypatch: pytest.MonkeyPatch, part: str
-) -> None:
-    """Only engines that draft, or that have masks, use these."""
-    without: dict[str, Any] = {}
-    right = SAMPLERS["torch"]
-
-    def uncounted(logits_TV: Any, state: Any, *rest: Any) -> SampleOutput:
-        before = state.token_counts.clone()
-        output = right.drafted(logits_TV, state, *rest)
-        state.token_counts.copy_(before)
-        return output
-
-    def unmasked(
-        logits_BV: Any, state: Any, rows_B: Any, positions_B: Any, *_: Any
-    ) -> SampleOutput:
-        return right.full(logits_BV, state, rows_B, positions_B)
-
-    wrong = dataclasses.replace(right, drafted=uncounted)
-    asked: dict[str, Any] = {"speculation": "ngram"}
-    if part == "masks":
-        wrong = Sampler(lambda x, *_: right.greedy(x), unmasked, right.drafted, takes_masks=True)
-        without, asked = {"structured_output": False}, {"structured_output": True}
-    monkeypatch.setitem(SAMPLERS, "cpu", wrong)
-    cases: list[tuple[dict[str, Any], bool]] = [(without, False), (asked, True)]
-    for config, found in cases:
-        failure = sampler_failure("cpu", 300, chosen(**config)[2], torch.Generator().manual_seed(0))
-        assert (failure is not None) == found
