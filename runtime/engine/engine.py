@@ -90,8 +90,9 @@ class Engine:
     Threads: `add_request`, `abort`, `stats` and `has_unfinished` may be called at any time by any
     thread, signal handler or callback. Any number of threads may call `generate`; their requests
     share the batch. Methods that run the loop or change it wait for the current step of another
-    thread, and raise `EngineBusyError` within a step of their own thread. In a forked child every
-    call except `close` raises `EngineForkedError`.
+    thread, and raise `EngineBusyError` within a step of their own thread. Every call except `close`
+    raises `EngineClosedError` after it, `EngineFailedError` after a failed step, and
+    `EngineForkedError` in a forked child.
 
     Ctrl-C during `generate`, `chat` or `score` in the main thread takes effect at the end of the
     current step and leaves the engine usable. See docs/embedding.md.
@@ -183,9 +184,6 @@ class Engine:
         Waits for the current step of another thread; calls of `generate` there raise
         `EngineClosedError`. Does nothing in a forked child. After an interrupt it can be called
         again.
-
-        Raises:
-            EngineBusyError: called by a signal handler or a callback within a step.
         """
         loop = self._open_loop
         if loop is not None and not isinstance(self._ended, EngineForkedError):
@@ -246,7 +244,6 @@ class Engine:
         Raises:
             RequestError: the request is invalid, its id is in use until its last output has been
                 returned, or it can never be served. It was not queued.
-            EngineClosedError, EngineFailedError: the engine is closed, or a step failed.
         """
         loop = self._usable_loop()
         if request_id is None:
@@ -279,7 +276,6 @@ class Engine:
 
         Raises:
             RequestError: as `add_request`.
-            EngineClosedError, EngineFailedError: the engine is closed, or a step failed.
         """
         self._usable_loop()
         check_type("request_id", request_id, str, "a string")
@@ -295,7 +291,6 @@ class Engine:
 
         Raises:
             RequestError: its id is in use, or it is none that `prepare` returned.
-            EngineClosedError, EngineFailedError: the engine is closed, or a step failed.
         """
         check_type("group", group, RequestGroup, "a request that `prepare` returned")
         self._usable_loop().post_add(group)
@@ -354,7 +349,6 @@ class Engine:
                 changed.
             EngineFailedError: the step failed. All unfinished requests are lost, and the engine
                 cannot be used any more.
-            EngineClosedError: the engine is closed.
         """
         return self._run("step", StepLoop.step)
 
@@ -381,8 +375,6 @@ class Engine:
         Raises:
             RequestError: the only prompt cannot be served; `params` has another length than
                 `prompts`; or `prompts` is not a sequence.
-            EngineBusyError: called by a signal handler or a callback within a step.
-            EngineClosedError, EngineFailedError: the engine is closed, or a step failed.
         """
         self._usable_loop()
         batch = cast("list[Prompt]", plain_batch(prompts, (str, PromptEmbeds, ChatPrompt)))
@@ -487,7 +479,6 @@ class Engine:
         Raises:
             RequestError: as `generate`; a conversation that cannot be rendered counts as a prompt
                 that cannot be served.
-            EngineClosedError, EngineFailedError: the engine is closed, or a step failed.
         """
         check_type("continue_final_message", continue_final_message, bool | str, "a bool or a str")
         check_type("template_kwargs", template_kwargs, Mapping | None, "a mapping or None")
@@ -515,8 +506,6 @@ class Engine:
             RequestError: as `add_request`; `prompt_len` is not from 1 to `len(token_ids)`; or
                 other requests are unfinished.
             NonFiniteLogitsError: a row of logits holds NaN or +inf, or nothing but -inf.
-            EngineBusyError: called by a signal handler or a callback within a step.
-            EngineClosedError, EngineFailedError: the engine is closed, or a step failed.
         """
         self._usable_loop()
         token_ids = self._builder.check_token_ids(token_ids)
@@ -570,10 +559,6 @@ class Engine:
 
         Running requests keep their blocks, which are no longer shared. Use it to measure time to
         first token without cached prefixes, or after the weights have changed.
-
-        Raises:
-            EngineBusyError: called by a signal handler or a callback within a step.
-            EngineClosedError, EngineFailedError: the engine is closed, or a step failed.
         """
         self._run("reset_prefix_cache", StepLoop.forget_contents)
 
@@ -583,10 +568,6 @@ class Engine:
         It takes the most hashes to return, held blocks first, then those that are evicted last, and
         reads a copy: another thread may call it while steps run. Each hash covers a prefix up to
         the end of a block (`PrefixHashes`). Without `prefix_cache` there are none.
-
-        Raises:
-            EngineBusyError: called by a signal handler or a callback within a step.
-            EngineClosedError, EngineFailedError: the engine is closed, or a step failed.
         """
         keys, suffix = self._run("cached_hashes", lambda loop: loop.scheduler.cache.cached_keys())
 
@@ -616,8 +597,6 @@ class Engine:
             ConfigError: a field of its config differs; the message has both values. Nothing has
                 changed.
             RequestError: requests are unfinished. Nothing has changed.
-            EngineBusyError: called by a signal handler or a callback within a step.
-            EngineClosedError: the engine is closed.
             EngineFailedError: a step failed, or reading the weights did: some of them are replaced,
                 and the engine cannot be used any more.
         """
@@ -769,9 +748,6 @@ class Engine:
         """Return a live view of the times of the last steps.
 
         `device_ns` of its records is None on CUDA for steps outside of `device_timing`.
-
-        Raises:
-            EngineClosedError: the engine is closed.
         """
         return self._loop.timeline
 
@@ -782,9 +758,6 @@ class Engine:
         On CUDA it records a timed event before and after each step. They take a few microseconds on
         the device, so steps outside the block are not timed. On a CPU all steps are timed. Blocks
         may be nested.
-
-        Raises:
-            EngineClosedError: the engine is closed.
         """
         runner = self._loop.runner
         before, runner.times_device = runner.times_device, True

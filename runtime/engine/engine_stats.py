@@ -112,6 +112,7 @@ def engine_stats(parts: EngineParts, loop: StepLoop, *, healthy: bool) -> dict[s
     library_file = parts.model.kernels.library
     steps, cache = library.steps.values(), scheduler.cache
     collectives = parts.model.kernels.collectives
+    seconds = {phase.name: phase.seconds for phase in parts.phases}
     return {
         "healthy": healthy,
         "device": str(parts.config.device),
@@ -142,10 +143,10 @@ def engine_stats(parts: EngineParts, loop: StepLoop, *, healthy: bool) -> dict[s
             "seconds": sum(step.seconds for step in steps),
             "bytes": sum(step.bytes for step in steps),
         },
-        "load_seconds": parts.load_seconds,
+        "load_seconds": seconds.get("load", 0.0),
         "start": {
             "seconds": parts.start_seconds,
-            "phases": {phase.name: phase.seconds for phase in parts.phases},
+            "phases": seconds,
             "kernels_built": None if library_file is None else library_file.built,
             "code_cache": parts.code_cache,
             "compiled_kernels": None

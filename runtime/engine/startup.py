@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 import os
 import signal
 import sys
@@ -124,19 +123,15 @@ __all__ = [
 ]
 
 
-# Measures costs on this device, with the prepared steps of an engine without requests.
-#
-# If chunks are sized by time, every step is measured.
+logger = logging.getLogger("stepgraph.runtime")
+
+# Costs on this device, measured with the prepared steps of an engine without requests.
 
 REPETITIONS = 5
-
 LONG_STEP = 0.01
-
 """Seconds of a step that is measured twice only."""
-
 CONTEXT = 1024
-
-"""Positions before the tokens of steps that measure the time of attention, if the model has so
+"""Positions before the tokens of steps that measure the time of attention, if the model has as
 many."""
 
 
@@ -170,9 +165,8 @@ def calibrated_step_budget(
 def calibrated_speculator(runner: Runner, config: ResolvedConfig) -> Speculator | None:
     """Return the speculator of a prepared runner without requests; None without speculation.
 
-    Decode and verify steps are run on padding, in interleaved rounds, of which the fastest counts.
-    Steps that take long run twice. The full sampler is measured in decode steps, and takes as long
-    for each token of a verify step. Where a drafter proposes, verify steps do so too.
+    Steps run on padding, in interleaved rounds, of which the fastest counts. The full sampler is
+    measured in decode steps, and takes as long for each token of a verify step.
     """
     if config.speculation is None:
         return None
@@ -222,9 +216,9 @@ def null_step_seconds(
 ) -> float:
     """Return the time of a step of the null row whose tokens follow `context` positions.
 
-    All its positions are in the null block, which stays in a processor cache. So the measured cost
-    of a context is a lower bound, which the times of served steps correct. Positions stop at
-    `last`, the last one of a sequence, for buckets that hold several prompts.
+    Its positions are in the null block, which stays in a processor cache, so the measured cost of
+    a context is a lower bound, which the times of served steps correct. They stop at `last`, for
+    buckets that hold several prompts.
     """
     last = min(context + (size - 1 if phase == "prefill" else 0), last)
     blocks = last // runner.block_size + 1
@@ -238,7 +232,6 @@ def null_step_seconds(
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Return the device time of one call."""
     if device.type != "cuda":
         started = time.perf_counter()
         work()
@@ -249,13 +242,6 @@ def _seconds(work: Callable[[], object], device: torch.device) -> float:
     end.record()
     end.synchronize()
     return float(begin.elapsed_time(end)) / 1e3
-
-
-# Starts the drafter of an engine: finds it, plans its memory, loads it.
-
-_OWN_DIRECTORY = "drafter"
-
-"""In the checkpoint of a model: its drafter."""
 
 
 @dataclass(frozen=True)
@@ -304,12 +290,18 @@ def find_engine_drafter(
             f"speculation method {speculation.method!r} needs a model of a native family, not one"
             " whose layers transformers makes: use 'suffix'"
         )
-    config = find_drafter(
-        _checkpoint(found, speculation.method, speculation.model),
-        found.native.whole,
-        speculation.method,
-        found.directory,
-    )
+    method, own, checkpoint = speculation.method, found.directory, speculation.model
+    if checkpoint is None:
+        if own is not None and method != "mtp":
+            own /= "drafter"
+        if own is None or not own.is_dir():
+            raise ConfigError(
+                f"speculation method {method!r} needs a model:"
+                f" {own or f'a directory of {found.name}'} does not exist; give"
+                f" {{'method': {method!r}, 'model': ...}}"
+            )
+        checkpoint = str(own)
+    config = find_drafter(checkpoint, found.native.whole, method, found.directory)
     if speculation.num_speculative_tokens > config.most_drafts:
         raise ConfigError(
             f"the drafter {config.name} proposes at most {config.most_drafts} tokens: lower"
@@ -320,26 +312,7 @@ def find_engine_drafter(
     return FoundDrafter(config, config.layer_group(group.index, group.window))
 
 
-def _checkpoint(found: Source, method: str, model: str | None) -> str:
-    """Return the checkpoint of the drafter; see `Speculation.model`."""
-    if model is not None:
-        return model
-    own = found.directory
-    if own is not None and method != "mtp":
-        own /= _OWN_DIRECTORY
-    if own is None or not own.is_dir():
-        raise ConfigError(
-            f"speculation method {method!r} needs a model:"
-            f" {own or f'a directory of {found.name}'} does not exist; give"
-            f" {{'method': {method!r}, 'model': ...}}"
-        )
-    return str(own)
-
-
-# The parts of a started engine, and what is reported about its start.
-
 _TERM_OF_PHASE = {"load": "weights", "cache": "cache", "static_buffers": "static_buffers"}
-
 """The phases of a start that allocate permanent memory of the device, and its term."""
 
 
@@ -376,11 +349,6 @@ class EngineParts:
     """Triton kernels that were compiled ahead of the steps; None where there are none."""
     group: RankGroup | None = None
     """The processes of a tensor-parallel engine, of which this is one."""
-
-    @property
-    def load_seconds(self) -> float:
-        """Seconds to read (and pack) the weights."""
-        return sum(phase.seconds for phase in self.phases if phase.name == "load")
 
     def describe(self) -> str:
         """Return the model, the choices of the configuration and the times, on one line."""
@@ -441,11 +409,6 @@ class EngineParts:
         )
 
 
-# Selects the kernels of an engine, and replaces those that this machine cannot run.
-
-_LAYERS_GAP = "decoder layers"
-
-
 def planned_kernels(model: DecoderConfig, config: ResolvedConfig) -> Kernels:
     """Return the kernels that an engine will have if their self-tests pass, for a memory plan.
 
@@ -484,9 +447,10 @@ def checked_kernels(
         required = config.user.kernels == "native" or config.batch_invariant or group is not None
         kernels = check_kernels(fitting, model, config, required=required, seed=seed)
     else:
-        kernels, gaps = fitting, tuple(gap for gap in gaps if gap.name != _LAYERS_GAP)
+        kernels, layers = fitting, "decoder layers"
+        gaps = tuple(gap for gap in gaps if gap.name != layers)
         if config.user.model_impl == "auto":
-            gaps = (Gap(_LAYERS_GAP, "no native family, transformers makes them"), *gaps)
+            gaps = (Gap(layers, "no native family, transformers makes them"), *gaps)
     dtype = str(config.dtype).removeprefix("torch.")
     fallbacks = [Fallback(gap.name, f"{model.model_type} in {dtype}", gap.reason) for gap in gaps]
     for fallback in fallbacks:
@@ -497,10 +461,7 @@ def checked_kernels(
     return dataclasses.replace(kernels, fallbacks=(*kernels.fallbacks, *fallbacks))
 
 
-# The memory plan of an engine, from its model and configuration: needs no weights.
-
 RESERVE_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
-
 """Bytes to leave free, for workspaces of libraries and fragmentation."""
 
 
@@ -550,7 +511,18 @@ def plan_engine(
         )
     except MemoryBudgetError as error:
         if error.term == "weights":
-            _add_remedies(error, model, config, kernels, memory)
+            dtype = str(config.dtype).removeprefix("torch.")
+            remedies = ["split the model over more ranks with tensor_parallel"]
+            if config.weights == MODEL:
+                small = dataclasses.replace(kernels, weights=INT8)
+                smaller = weight_bytes(plan_of(model), small, config.dtype)
+                remedies.insert(0, f"set weight_dtype='int8' ({smaller} bytes of weights)")
+            else:
+                dtype += f" with {config.weights} weights"
+            remedies.append(f"raise the memory budget ({memory.available} bytes are free)")
+            remedies.append("use a smaller model or a device with more memory")
+            error.args = (f"{error}, in {dtype}: {'; '.join(remedies)}",)
+            error.field = "weight_dtype" if config.weights == MODEL else "tensor_parallel"
         raise
     if not plan.host_shared and plan.host_total > memory.host_available:
         raise MemoryBudgetError(
@@ -573,50 +545,11 @@ def plan_engine(
     return plan
 
 
-def _add_remedies(
-    error: MemoryBudgetError,
-    model: DecoderConfig,
-    config: ResolvedConfig,
-    kernels: Kernels,
-    memory: DeviceMemory,
-) -> None:
-    """Say in the error for weights that exceed the memory what can make them smaller."""
-    assert error.limit_bytes is not None
-    assert error.term_bytes is not None
-    remedies, field = [], None
-    if config.weights == MODEL:
-        smaller = weight_bytes(
-            plan_of(model), dataclasses.replace(kernels, weights=INT8), config.dtype
-        )
-        remedies.append(f"set weight_dtype='int8' ({smaller} bytes of weights)")
-        field = "weight_dtype"
-    user = config.user
-    # Ranks on a CPU share its memory; a budget in bytes is of each rank.
-    if config.device.type == "cuda" or user.memory_bytes is not None:
-        ranks = user.tensor_parallel * math.ceil(error.term_bytes / error.limit_bytes)
-        remedies.append(f"split the model over {ranks} ranks or more with tensor_parallel")
-        field = field or "tensor_parallel"
-    if error.term_bytes < memory.available and error.limit_bytes < memory.available:
-        name = "memory_fraction" if user.memory_bytes is None else "memory_bytes"
-        remedies.append(f"raise {name} ({memory.available} bytes are free)")
-        field = field or name
-    remedies.append("use a smaller model or a device with more memory")
-    dtype = str(config.dtype).removeprefix("torch.")
-    weights = "" if config.weights == MODEL else f" with {config.weights} weights"
-    error.args = (f"{error}, in {dtype}{weights}: {'; '.join(remedies)}",)
-    error.field = field
-
-
 # Other weights for a started engine, copied into the tensors that its steps were prepared with.
 #
 # A prepared step contains the shapes of the model and numbers of its config (epsilons, rotations,
 # soft caps, windows). So a checkpoint can replace the weights only if its config says the same,
-# except for tokens that begin and end a text. Everything that can be checked without reading
-# weights is checked before the first tensor is overwritten.
-
-_REPLACEABLE = frozenset({"bos_token_id", "eos_token_ids"})
-
-"""Fields of a config that no prepared step contains."""
+# except for tokens that begin and end a text.
 
 
 @contextmanager
@@ -624,11 +557,6 @@ def open_replacement(
     source: str | Path, model: DecoderConfig, config: EngineConfig
 ) -> Iterator[OpenedSource]:
     """Open a model whose weights can replace those of a started engine.
-
-    Args:
-        source: see `Engine.from_pretrained`.
-        model: the config of the engine's model.
-        config: the configuration of the engine.
 
     Raises:
         CheckpointError: the checkpoint is missing, damaged, unsupported or inconsistent.
@@ -645,10 +573,14 @@ def open_replacement(
         found = dataclasses.replace(found, config=config_of_rank)
     check_replaceable(found.name, model, found.config, config)
     with ExitStack() as open_files:
-        opened = open_source(found, open_files)
-        if config.tie_word_embeddings is None:
-            opened.check_head()
-        yield opened
+        yield _opened(found, open_files, config)
+
+
+def _opened(found: Source, open_files: ExitStack, config: EngineConfig) -> OpenedSource:
+    opened = open_source(found, open_files)
+    if config.tie_word_embeddings is None:
+        opened.check_head()
+    return opened
 
 
 def overwriting(
@@ -667,14 +599,13 @@ def overwriting(
         loaded = load_model(new.reader.directory, new.config, config.dtype)
         return partial(overwrite_decoder, model, loaded, new.config)
     assert isinstance(model, Decoder)
-    native, replacing = model, new.config
-    assert isinstance(replacing, ModelConfig)
+    return partial(_overwrite, model, new, config)
 
-    def overwrite() -> None:
-        native.overwrite(new.weights(config.dtype, seed=config.seed, device=config.device))
-        native.config = replacing
 
-    return overwrite
+def _overwrite(model: Decoder, new: OpenedSource, config: ResolvedConfig) -> None:
+    assert isinstance(new.config, ModelConfig)
+    model.overwrite(new.weights(config.dtype, seed=config.seed, device=config.device))
+    model.config = new.config
 
 
 def reload_rank(parts: EngineParts, group: RankGroup, source: str) -> None:
@@ -687,15 +618,8 @@ def reload_rank(parts: EngineParts, group: RankGroup, source: str) -> None:
 def check_replaceable(
     name: str, old: DecoderConfig, new: DecoderConfig, config: EngineConfig
 ) -> None:
-    """Raise `ConfigError` for the first field that rules out a weights-only reload.
-
-    Args:
-        name: of the new model, for the message.
-        old: the config of the engine's model.
-        new: the config of the model to take the weights of.
-        config: the configuration of the engine.
-    """
-    ignored = set(_REPLACEABLE)
+    """Raise `ConfigError` for the first field that rules out a weights-only reload."""
+    ignored = {"bos_token_id", "eos_token_ids"}  # no prepared step contains them
     if config.dtype != "auto":
         ignored.add("torch_dtype")
     if isinstance(old, TransformersConfig):
@@ -726,10 +650,7 @@ def _flat(config: Any, prefix: str = "") -> dict[str, Any]:
     return found
 
 
-logger = logging.getLogger("stepgraph.runtime")
-
 _OUT_OF_MEMORY = ("can't allocate memory", "Cannot allocate memory", "std::bad_alloc")
-
 """Messages of torch's CPU allocator, the operating system and the C++ library."""
 
 
@@ -744,20 +665,16 @@ def _within_memory() -> Iterator[None]:
         yield
     except (StepgraphError, StepPreparationError):
         raise
-    except (MemoryError, torch.cuda.OutOfMemoryError) as error:
-        failure: Exception = error
-    except (RuntimeError, OSError) as error:
+    except (MemoryError, RuntimeError, OSError) as error:
         # torch has no error type for failures of its CPU allocator.
-        if not any(sign in str(error) for sign in _OUT_OF_MEMORY):
+        known = isinstance(error, MemoryError | torch.cuda.OutOfMemoryError)
+        if not known and not any(sign in str(error) for sign in _OUT_OF_MEMORY):
             raise
-        failure = error
-    else:
-        return
-    raise MemoryBudgetError(
-        f"the start of the engine ran out of memory: {brief(failure)}. Lower the memory budget "
-        "(memory_fraction, memory_bytes, memory_tokens or num_blocks), max_num_seqs or "
-        "prefill_chunk, or raise the limit of the process (RLIMIT_AS, control group)"
-    ) from failure
+        raise MemoryBudgetError(
+            f"the start of the engine ran out of memory: {brief(error)}. Lower the memory budget "
+            "(memory_fraction, memory_bytes, memory_tokens or num_blocks), max_num_seqs or "
+            "prefill_chunk, or raise the limit of the process (RLIMIT_AS, control group)"
+        ) from error
 
 
 def start(source: str | Path, config: EngineConfig, *, progress: bool) -> EngineParts:
@@ -814,11 +731,8 @@ def start_parts(
     """Make the parts of an engine, or of one rank of a group: those that all ranks make."""
     (hits, misses), config = _code_cache(), resolved.user
     groups = group_layers(plan_of(found.config).states)
+    ranks = 1 if group is None else group.ranks
     found_drafter: FoundDrafter | None = None
-
-    def memory_now() -> DeviceMemory:
-        memory = DeviceMemory.of(resolved.device)
-        return memory if group is None else share_of_memory(memory, group.ranks)
 
     def planned(
         kernels: Kernels, memory: DeviceMemory, agreed: tuple[int, int] | None = None
@@ -829,21 +743,21 @@ def start_parts(
         return plan_engine(found.config, resolved, kernels, groups, memory, agreed, added)
 
     with ExitStack() as open_files:
-        opened = open_source(found, open_files)
         # What does not fit is refused before weights are read, and before kernels are built and
         # tested.
-        expected, memory = planned_kernels(found.config, resolved), memory_now()
+        expected = planned_kernels(found.config, resolved)
+        memory = share_of_memory(DeviceMemory.of(resolved.device), ranks)
         planned(expected, memory)
         found_drafter = find_engine_drafter(found, resolved, groups)
         if found_drafter is not None:
             planned(expected, memory)
-        if config.tie_word_embeddings is None:
-            opened.check_head()
+        opened = _opened(found, open_files, config)
         phases: list[Phase] = []
         log = partial(logged_phase, phases, device=resolved.device)
         with log("kernels"):
             kernels = checked_kernels(found.config, resolved, group)
-        memory = memory_now()  # kernels hold some of it
+        # Kernels hold some of it.
+        memory = share_of_memory(DeviceMemory.of(resolved.device), ranks)
         plan = planned(kernels, memory)
         if group is not None:
             plan = agree_on_plan(
@@ -860,23 +774,16 @@ def start_parts(
             drafter = None
             if found_drafter is not None:
                 assert isinstance(model, Decoder), "others were refused"
-                config_of_drafter, layers = found_drafter.config, found_drafter.layers
                 drafter = load_drafter(
-                    *(config_of_drafter, model, model.kernels, layers),
+                    *(found_drafter.config, model, model.kernels, found_drafter.layers),
                     seed=resolved.seed,
                     progress=progress,
                 )
     if group is not None:
         agree_on_weights(group, model)
     with log("cache"):
-        arena = Arena(
-            groups,
-            plan.num_blocks,
-            resolved.block_size,
-            resolved.dtype,
-            resolved.device,
-            resolved.storage,
-        )
+        layout = resolved.block_size, resolved.dtype, resolved.device, resolved.storage
+        arena = Arena(groups, plan.num_blocks, *layout)
         drafting = None
         if found_drafter is not None and drafter is not None:
             drafting = found_drafter.allocate(drafter, resolved, plan.num_blocks, plan.host_blocks)
@@ -983,22 +890,15 @@ def _load(
     *,
     progress: bool,
 ) -> DecoderModel:
+    layout = kernels, config.dtype, config.device, groups, config.storage
     if not isinstance(source.config, ModelConfig):
         assert source.reader is not None
         assert isinstance(source.config, TransformersConfig)
-        loaded = load_decoder(
-            source.reader.directory,
-            source.config,
-            kernels,
-            config.dtype,
-            config.device,
-            groups,
-            config.storage,
-        )
+        loaded = load_decoder(source.reader.directory, source.config, *layout)
         if not config.compiled:  # compiled code has one scope
             add_scopes(loaded.model, source.config.probe)
         return loaded
-    model = Decoder(source.config, kernels, config.dtype, config.device, groups, config.storage)
+    model = Decoder(source.config, *layout)
     weights = source.weights(
         config.dtype, seed=config.seed, device=config.device, progress=progress
     )
@@ -1006,17 +906,13 @@ def _load(
     return model.eval()
 
 
-# The process of a rank above 0: `python -m stepgraph.runtime.engine.startup`.
-#
-# Rank 0 starts it with the place of the shared segment; everything else comes through that. It ends
-# when rank 0 closes its engine, or with status 1 when the group fails or rank 0 has died.
-
-
 def main(arguments: list[str]) -> None:
-    """Join the group of a parent process and follow it.
+    """Join the group of a parent process, as a rank above 0, and follow it.
+
+    It ends when rank 0 closes its engine, or with status 1 when the group fails or rank 0 has died.
 
     Args:
-        arguments: process and descriptor of the segment, rank, number of ranks.
+        arguments: process and descriptor of the shared segment, rank, number of ranks.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes: rank 0 decides
     process, descriptor, rank, ranks = map(int, arguments)

@@ -104,7 +104,6 @@ def fake_engine(
         runner=runner,
         reconcile=tuple,
         phases=(),
-        load_seconds=0.0,
         start_seconds=0.0,
         code_cache={"hits": 0, "misses": 0},
         compiled_kernels=None,
