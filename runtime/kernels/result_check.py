@@ -51,7 +51,7 @@ class Fallback:
     """A native operation that plain torch replaces, or dependent launch that is switched off."""
 
     name: str
-    """A field of `triton.operations.Operations`; `C++ decoder stack`, `C++ attention`, `C++
+    """A field of `triton.stack.Operations`; `C++ decoder stack`, `C++ attention`, `C++
     sampler` or `Triton sampler`; `DEPENDENT_LAUNCH`; or, without a native version for the model,
     `decoder layers`, `attention` or another operation of its plan."""
     shape: str

@@ -23,9 +23,9 @@ from ..execution.inputs import DraftInputs, RowState, StepInputs
 from ..execution.step_functions import DraftStep, StepFunctions
 from ..execution.step_key import StepKey, StepSizes
 from ..kernels import batch_invariant_kernels, kernels_for, select_kernels
+from ..kernels.triton.decode_attention import triton_paged_attention
 from ..kernels.triton.experts import triton_experts
 from ..kernels.triton.kernel_calls import CAPABILITY, KernelCall, record_kernel_calls
-from ..kernels.triton.paged_attention import triton_paged_attention
 from ..loading.drafter_loading import new_drafter
 from ..loading.loader import Source, resolve_source
 from ..models.decoder import Decoder

@@ -48,9 +48,9 @@ from ..kernels.triton.fusion import Mixture, fuse
 from ..kernels.triton.kernel_calls import INTERPRETED
 from ..kernels.triton.linear import Pending
 from ..kernels.triton.linear_kernels import reference_product
-from ..kernels.triton.operations import Operations
 from ..kernels.triton.precompile import compile_kernels
 from ..kernels.triton.rowwise import reference_activate_rows, reference_norm_rows
+from ..kernels.triton.stack import Operations
 from ..models.config import ModelConfig
 from ..models.plan import model_plan
 from ..models.resolved_config import ResolvedConfig

@@ -24,8 +24,9 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from stepgraph.runtime.kernels.triton import kernel_calls, layer_kernels
+from stepgraph.runtime.kernels.triton import kernel_calls
 from stepgraph.runtime.kernels.triton import prefill_attention as prefill_module
+from stepgraph.runtime.kernels.triton import stack as stack_module
 from stepgraph.runtime.kernels.triton.backend import gpu_kernels
 from stepgraph.runtime.kernels.triton.expert_routing import route
 from stepgraph.runtime.kernels.triton.experts import experts
@@ -35,7 +36,7 @@ from stepgraph.runtime.kernels.triton.kernel_calls import (
     record_kernel_calls,
 )
 from stepgraph.runtime.kernels.triton.linear import GpuLinear, reference_linear
-from stepgraph.runtime.kernels.triton.matmul import linear_of_any_rows
+from stepgraph.runtime.kernels.triton.linear_kernels import linear_of_any_rows
 from stepgraph.runtime.kernels.triton.prefill_attention import (
     any_tiling,
     prefill_attention,
@@ -221,7 +222,7 @@ def test_every_step_runs_the_same_compiled_kernels(
     """Decode, verify and prefill of any number of tokens: nothing but grids depends on it, and
     whether one program adds all parts of the context."""
     monkeypatch.setattr(kernel_calls, "MULTIPROCESSORS", processors)
-    monkeypatch.setattr(layer_kernels, "SPLIT", split)
+    monkeypatch.setattr(stack_module, "SPLIT", split)
     monkeypatch.setattr(prefill_module, "_MOST_PART_BYTES", 8_000)
     model = open_model(tiny, variant, BF16, lengths=(130,) * 5)
     steps = [

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 from stepgraph.runtime.kernels.ops.batch import Feedback
 from stepgraph.runtime.kernels.triton.begin import Embedding, Rotations, begin_decode
-from stepgraph.runtime.kernels.triton.greedy import pick_greedy
+from stepgraph.runtime.kernels.triton.sampler import pick_greedy
 from stepgraph.runtime.kernels.weights import INT8
 
 from ..rigs.gpu_references import DEVICE, reference_begin_decode

@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 
 from stepgraph.runtime.kernels import Experts, Routing
 from stepgraph.runtime.kernels.triton.expert_blocks import (
+    block_rows,
     num_blocks,
     product_of_rows_by_expert,
     sort_pairs,
@@ -24,8 +25,12 @@ from stepgraph.runtime.kernels.triton.expert_routing import (
     reference_routing,
     router_logits,
 )
-from stepgraph.runtime.kernels.triton.expert_tiles import ExpertSizes, block_rows, default_tiles
-from stepgraph.runtime.kernels.triton.experts import experts, triton_experts
+from stepgraph.runtime.kernels.triton.experts import (
+    ExpertSizes,
+    default_tiles,
+    experts,
+    triton_experts,
+)
 from stepgraph.runtime.kernels.triton.linear import EXPERT_PRODUCTS
 
 from ..rigs.expert_cases import Mixture, make_mixture, simple_experts

@@ -24,21 +24,20 @@ from stepgraph.runtime.kernels.ops.attention import AttentionTemperature
 from stepgraph.runtime.kernels.triton import kernel_calls
 from stepgraph.runtime.kernels.triton import prefill_attention as prefill_module
 from stepgraph.runtime.kernels.triton import split_attention as sa
-from stepgraph.runtime.kernels.triton.decode_attention import decode_attention
-from stepgraph.runtime.kernels.triton.kernel_calls import INTERPRETED
-from stepgraph.runtime.kernels.triton.paged_attention import (
+from stepgraph.runtime.kernels.triton.decode_attention import (
+    decode_attention,
     decode_ready_attention,
     paged_attention_on_gpu,
     triton_paged_attention,
 )
+from stepgraph.runtime.kernels.triton.kernel_calls import INTERPRETED
 from stepgraph.runtime.kernels.triton.prefill_attention import (
     PrefillTiling,
     prefill_attention,
     prefill_tiles,
     prefill_tiling,
 )
-from stepgraph.runtime.kernels.triton.rotated_heads import HeadRotation, reference_rotated
-from stepgraph.runtime.kernels.triton.store import rotate_and_store
+from stepgraph.runtime.kernels.triton.store import HeadRotation, reference_rotated, rotate_and_store
 from triton.runtime import interpreter
 
 from ..rigs.attention_cases import Attention, check, make_case
@@ -80,10 +79,10 @@ class Decode:
         if v is None:
             slots = batch.slots[place.group]
             reference_store(k, v, arena, place.position, slots, batch.block_size, form.storage)
-            decode_ready_attention(q, arena, *where, partials, attended_TN=out, tile=self.tile)
+            decode_ready_attention(q, arena, *where, partials, out, tile=self.tile)
         elif self.apart:
             q = rotate_and_store(fused(q, k, v), arena, place, rotation, batch, form)
-            decode_ready_attention(q, arena, *where, partials, attended_TN=out, tile=self.tile)
+            decode_ready_attention(q, arena, *where, partials, out, tile=self.tile)
         else:
             counters = torch.zeros(tokens * k.shape[1], dtype=torch.int32, device=q.device)
             decode_attention(

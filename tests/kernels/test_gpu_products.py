@@ -19,11 +19,11 @@ from stepgraph.runtime.kernels.triton.linear import (
 )
 from stepgraph.runtime.kernels.triton.linear_kernels import (
     gate_up,
+    library_linear,
     norm_linear,
     reference_product,
     residual_linear,
 )
-from stepgraph.runtime.kernels.triton.matmul import library_linear
 from stepgraph.runtime.kernels.triton.rowwise import (
     activate_rows,
     norm_rows,

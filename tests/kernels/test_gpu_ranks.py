@@ -15,9 +15,9 @@ import torch.distributed as dist
 from stepgraph.runtime.distributed.process_group import ProcessGroupCollectives
 from stepgraph.runtime.kernels.ops.operation import AllReduce
 from stepgraph.runtime.kernels.triton.backend import gpu_kernels
+from stepgraph.runtime.kernels.triton.decode_attention import triton_paged_attention
 from stepgraph.runtime.kernels.triton.fusion import Mixture, ResidualLinear, fuse, fusion_obstacle
 from stepgraph.runtime.kernels.triton.kernel_calls import INTERPRETED
-from stepgraph.runtime.kernels.triton.paged_attention import triton_paged_attention
 from stepgraph.runtime.kernels.weights import MODEL
 from stepgraph.runtime.models.plan import model_plan
 from stepgraph.runtime.models.sharding import shard_plan

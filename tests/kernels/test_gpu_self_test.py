@@ -22,7 +22,7 @@ from stepgraph.runtime.execution.step_key import StepKey
 from stepgraph.runtime.kernels.triton.backend import gpu_kernels
 from stepgraph.runtime.kernels.triton.dependent import is_dependent_launch_enabled
 from stepgraph.runtime.kernels.triton.kernel_calls import INTERPRETED
-from stepgraph.runtime.kernels.triton.operations import Operations
+from stepgraph.runtime.kernels.triton.stack import Operations
 
 from ..rigs.fake_graphs import FakeCapturer, FakeGraphs
 from ..rigs.sharding_rig import tiny_config

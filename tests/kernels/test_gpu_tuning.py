@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 
 from stepgraph.runtime.kernels import Experts, Routing
 from stepgraph.runtime.kernels.ops.activation import Activate
-from stepgraph.runtime.kernels.triton import expert_tiles as tiles
+from stepgraph.runtime.kernels.triton import experts as tiles
 from stepgraph.runtime.kernels.triton import tuning
 from stepgraph.runtime.kernels.triton.kernel_calls import num_multiprocessors, record_kernel_calls
 from stepgraph.runtime.kernels.triton.linear import (
@@ -120,7 +120,7 @@ def test_sizes_of_experts_can_run(op: Experts) -> None:
         (1, 2, 4, 8, 32, 256), EXPERT_PRODUCTS, (BF16, torch.int8, torch.float8_e4m3fn)
     ):
         sizes = sizes_of(op, tokens, weight, META)
-        assert tokens <= 4 or not sizes.by_pair
+        assert tokens <= 4 or sizes.default_kind == "blocks"
         configs = tiles.candidate_tiles(kernel, sizes)
         assert configs[0] == tiles.default_tiles(kernel, sizes)
         assert len(set(configs)) == len(configs) > 4

@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("triton")
 
 from stepgraph.runtime import EngineConfig
-from stepgraph.runtime.kernels.triton.operations import Operations
+from stepgraph.runtime.kernels.triton.stack import Operations
 from stepgraph.runtime.models.families import ExpertsConfig
 from stepgraph.runtime.models.presets import PRESETS
 from stepgraph.runtime.models.resolved_config import ResolvedConfig

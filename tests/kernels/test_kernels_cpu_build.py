@@ -19,7 +19,7 @@ import torch
 from stepgraph.runtime import kernels
 from stepgraph.runtime.kernels.cpu import build as cpu
 from stepgraph.runtime.kernels.cpu.features import cpu_features, features_of_macros, parse_cpuinfo
-from stepgraph.runtime.kernels.triton.paged_attention import paged_attention_on_gpu
+from stepgraph.runtime.kernels.triton.decode_attention import paged_attention_on_gpu
 from stepgraph.runtime.kernels.weights import FP8, INT8, MODEL
 from stepgraph.runtime.models.plan import model_plan
 from stepgraph.runtime.models.presets import preset

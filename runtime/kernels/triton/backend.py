@@ -21,7 +21,7 @@ from ..weights import WeightStorage
 from .fusion import fusion_obstacle
 
 if TYPE_CHECKING:
-    from .operations import Operations
+    from .stack import Operations
 
 __all__ = ["gpu_kernels"]
 
@@ -46,7 +46,7 @@ def gpu_kernels(
     def chosen() -> Operations:
         if operations is not None:
             return operations
-        from .operations import Operations
+        from .stack import Operations
 
         return Operations.batch_invariant() if batch_invariant else Operations()
 
@@ -99,7 +99,7 @@ def _operators() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
     missing."""
     if not torch.cuda.is_available():
         return paged_attention, opaque_experts
+    from .decode_attention import paged_attention_on_gpu
     from .experts import experts_on_gpu
-    from .paged_attention import paged_attention_on_gpu
 
     return paged_attention_on_gpu, experts_on_gpu

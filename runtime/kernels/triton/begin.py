@@ -15,8 +15,7 @@ from torch import Tensor
 
 from .kernel_calls import call_kernel, let_dependents_start, wait_for_inputs
 from .linear import GpuLinear
-from .linear_tiles import as_numbers
-from .quantised import kernel_weight
+from .quantised import as_numbers, kernel_weight
 
 __all__ = ["Beginning", "Embedding", "Rotations", "begin_decode"]
 
@@ -89,76 +88,26 @@ def begin_decode(
     block = min(1024, triton.next_power_of_2(hidden))
     weight, storage = kernel_weight(GpuLinear(embedding.weight, embedding.scales))
     call_kernel(
-        _begin_decode,
-        (tokens, 1 + triton.cdiv(hidden, block)),
-        rows_T,
-        token_ids_R,
-        positions_R,
-        block_tables,
-        weight,
-        embedding.scales,
-        rotations.frequencies,
-        rotations.amplitudes,
-        out.x,
-        out.positions,
-        out.slots,
-        out.cos,
-        out.sin,
-        tokens,
-        state_rows,
-        columns,
-        block_size,
-        hidden,
-        half,
-        embedding.factor,
-        0 if embedding.held is None else embedding.held.start,
-        weight.shape[0],
-        GROUPS=groups,
-        KINDS=kinds,
-        BLOCK_D=block,
-        BLOCK_E=triton.next_power_of_2(half),
-        SCALED=embedding.factor != 1.0,
-        PART=embedding.held is not None,
-        **storage,
-    )
+        _begin_decode, (tokens, 1 + triton.cdiv(hidden, block)),
+        rows_T, token_ids_R, positions_R, block_tables, weight, embedding.scales,
+        rotations.frequencies, rotations.amplitudes, out.x, out.positions, out.slots, out.cos,
+        out.sin, tokens, state_rows, columns, block_size, hidden, half, embedding.factor,
+        0 if embedding.held is None else embedding.held.start, weight.shape[0],
+        GROUPS=groups, KINDS=kinds, BLOCK_D=block, BLOCK_E=triton.next_power_of_2(half),
+        SCALED=embedding.factor != 1.0, PART=embedding.held is not None, **storage,
+    )  # fmt: skip
     return out
 
 
 @triton.jit(do_not_specialize=["tokens", "first", "held"])
 def _begin_decode(  # type: ignore[no-untyped-def]
-    rows_ptr,
-    token_ids_ptr,
-    positions_ptr,
-    tables_ptr,
-    embedding_ptr,
-    scales_ptr,
-    frequencies_ptr,
-    amplitudes_ptr,
-    x_ptr,
-    own_positions_ptr,
-    slots_ptr,
-    cos_ptr,
-    sin_ptr,
-    tokens,
-    state_rows,
-    columns,
-    block_size,
-    hidden,
-    half,
-    factor,
-    first,
-    held,
-    GROUPS: tl.constexpr,
-    KINDS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    STORAGE: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
-    SCALE_BLOCKS: tl.constexpr,
-    SCALED: tl.constexpr,
-    PART: tl.constexpr,
+    rows_ptr, token_ids_ptr, positions_ptr, tables_ptr, embedding_ptr, scales_ptr, frequencies_ptr,
+    amplitudes_ptr, x_ptr, own_positions_ptr, slots_ptr, cos_ptr, sin_ptr, tokens, state_rows,
+    columns, block_size, hidden, half, factor, first, held, GROUPS: tl.constexpr,
+    KINDS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, STORAGE: tl.constexpr,
+    NATIVE_FP8: tl.constexpr, SCALE_BLOCKS: tl.constexpr, SCALED: tl.constexpr, PART: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     token = tl.program_id(0)
     part = tl.program_id(1)
     wait_for_inputs(PDL)  # the step before made the token, the host's copy the rows

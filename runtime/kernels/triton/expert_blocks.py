@@ -27,22 +27,23 @@ from torch import Tensor
 from ..ops.activation import Activate
 from ..ops.experts import Experts, ExpertTensors
 from .expert_routing import Routed
-from .expert_tiles import block_rows, block_tiles
 from .kernel_calls import call_kernel, let_dependents_start, wait_for_inputs
-from .linear import GpuLinear, LinearConfig
-from .linear_tiles import activate, as_operand, scaled
-from .quantised import kernel_weight
-from .rowwise import activation_constants
+from .linear import SCALE_BLOCK, GpuLinear, LinearConfig
+from .quantised import as_operand, kernel_weight
+from .rowwise import activate, activation_constants, scaled
 
 __all__ = [
     "PairBlocks",
-    "down_of_blocks",
-    "gate_up_of_blocks",
+    "block_rows",
+    "block_tiles",
+    "experts_by_block",
     "num_blocks",
     "product_of_rows_by_expert",
     "sort_pairs",
 ]
 
+_MOST_ROWS = 128
+"""Pairs of a block at most."""
 _SCAN = 1024
 """Most pairs that are looked at together while they are sorted."""
 _LEAST_SCAN = 128
@@ -66,102 +67,67 @@ def num_blocks(pairs: int, total: int, rows: int) -> int:
     return min(pairs, (pairs + total * (rows - 1)) // rows)
 
 
-def sort_pairs(experts_TK: Tensor, total: int, rows: int) -> PairBlocks:
-    """Sort the pairs by expert into blocks of `rows`; padding is left out.
+def block_rows(pairs: int, total: int) -> int:
+    """Pairs of a block: about as many as an expert has, but no fewer than tensor cores take."""
+    rows: int = triton.next_power_of_2(-(-pairs // total))
+    return max(16, min(_MOST_ROWS, rows))
 
-    Args:
-        experts_TK: int32, contiguous; `total` for padding.
-        total: number of experts.
-        rows: of a block.
+
+def block_tiles(pairs: int, total: int, dtype: torch.dtype) -> LinearConfig:
+    """Return the default sizes of a product of blocks."""
+    rows = block_rows(pairs, total)
+    wide = dtype == torch.float32  # multiplied by the ordinary units
+    height = 64 if rows == 16 or wide else 128
+    block_k = 32 if wide else (SCALE_BLOCK if rows == 16 else 64)
+    stages = 2 if wide else 4 if rows == 16 else 3
+    return LinearConfig(height, block_k, 8 if height == 128 else 4, "blocks", stages=stages)
+
+
+def sort_pairs(experts_TK: Tensor, total: int, rows: int) -> PairBlocks:
+    """Sort the pairs of contiguous int32 experts (`total` for padding) into blocks of `rows`.
+
+    Padding is left out.
     """
     pairs, device = experts_TK.numel(), experts_TK.device
     blocks = num_blocks(pairs, total, rows)
     sorted_pairs = torch.empty(blocks * rows, dtype=torch.int32, device=device)
     experts = torch.empty(blocks, dtype=torch.int32, device=device)
     call_kernel(
-        pairs_of_experts,
-        (total,),
-        experts_TK,
-        sorted_pairs,
-        experts,
-        pairs,
-        blocks,
-        TOTAL=total,
-        BINS=triton.next_power_of_2(total),
-        ROWS=rows,
+        pairs_of_experts, (total,), experts_TK, sorted_pairs, experts, pairs, blocks,
+        TOTAL=total, BINS=triton.next_power_of_2(total), ROWS=rows,
         BLOCK=max(_LEAST_SCAN, min(_SCAN, triton.next_power_of_2(pairs))),
-    )
+    )  # fmt: skip
     return PairBlocks(sorted_pairs, experts)
 
 
-def gate_up_of_blocks(
+def experts_by_block(
     op: Experts,
     x_TD: Tensor,
     tensors: ExpertTensors,
     routed: Routed,
-    config: LinearConfig,
-    rows: int | None = None,
-) -> tuple[PairBlocks, Tensor]:
-    """Return the sorted pairs, and gate and up of each pair, activated: `[N, F]`.
-
-    Blocks have `rows` rows; None: as in `block_rows`.
-    """
-    pairs = routed.experts.numel()
-    blocks = sort_pairs(routed.experts, op.total, rows or block_rows(pairs, op.total))
-    inner_NF = x_TD.new_empty(pairs, op.activate.features)
-    _product(
-        GpuLinear(tensors.gate_up, tensors.gate_up_scales, tensors.gate_up_bias),
-        x_TD,
-        inner_NF,
-        routed.weights if op.scaled_inputs else None,
-        None,
-        blocks,
-        config,
-        per_token=op.per_token,
-        total=op.total,
-        activate=op.activate,
-    )
-    return blocks, inner_NF
-
-
-def down_of_blocks(
-    op: Experts,
-    blocks: PairBlocks,
-    inner_NF: Tensor,
-    tensors: ExpertTensors,
-    routed: Routed,
     residual_TD: Tensor | None,
     out_TD: Tensor,
+    configs: tuple[LinearConfig, LinearConfig],
+    *,
     scale: float,
-    config: LinearConfig,
+    rows: int | None = None,
 ) -> None:
-    """Write the weighted sum of the outputs of each token's experts; see `experts.experts`."""
-    tokens, hidden = out_TD.shape
-    products_ND = inner_NF.new_empty(inner_NF.shape[0], hidden, dtype=torch.float32)
-    _product(
-        GpuLinear(tensors.down, tensors.down_scales, tensors.down_bias),
-        inner_NF,
-        products_ND,
-        None,
-        None if op.scaled_inputs else routed.weights,
-        blocks,
-        config,
-        per_token=op.per_token,
-        total=op.total,
-    )
+    """See `experts.experts`; blocks have `rows` rows, None: as many as `block_rows` chooses."""
+    pairs, (tokens, hidden) = routed.experts.numel(), out_TD.shape
+    blocks = sort_pairs(routed.experts, op.total, rows or block_rows(pairs, op.total))
+    inner_NF = x_TD.new_empty(pairs, op.activate.features)
+    products_ND = x_TD.new_empty(pairs, hidden, dtype=torch.float32)
+    before, after = (routed.weights, None) if op.scaled_inputs else (None, routed.weights)
+    gate_up = GpuLinear(tensors.gate_up, tensors.gate_up_scales, tensors.gate_up_bias)
+    down = GpuLinear(tensors.down, tensors.down_scales, tensors.down_bias)
+    shape, act = (op.per_token, op.total), op.activate
+    _product(gate_up, x_TD, inner_NF, before, None, blocks, configs[0], *shape, act=act)
+    _product(down, inner_NF, products_ND, None, after, blocks, configs[1], *shape)
     call_kernel(
-        sum_of_experts,
-        (tokens, triton.cdiv(hidden, _SUMMED)),
-        products_ND,
-        routed.experts,
-        residual_TD,
-        out_TD,
-        hidden,
-        PER_TOKEN=op.per_token,
-        TOTAL=op.total,
-        BLOCK=_SUMMED,
-        SCALE=scale,
-    )
+        sum_of_experts, (tokens, triton.cdiv(hidden, _SUMMED)),
+        products_ND, routed.experts, residual_TD, out_TD, hidden,
+        PER_TOKEN=op.per_token, TOTAL=op.total, BLOCK=_SUMMED, SCALE=scale,
+    )  # fmt: skip
 
 
 def product_of_rows_by_expert(
@@ -179,18 +145,9 @@ def product_of_rows_by_expert(
     pairs = x_NK.shape[0]
     out_NR = x_NK.new_empty(pairs, rows)
     blocks = sort_pairs(experts_N, total, block_rows(pairs, total))
-    _product(
-        GpuLinear(weight.flatten(0, 1)),
-        x_NK,
-        out_NR,
-        None,
-        None,
-        blocks,
-        block_tiles(pairs, total, x_NK.dtype),
-        per_token=1,
-        total=total,
-        transposed=transposed,
-    )
+    config = block_tiles(pairs, total, x_NK.dtype)
+    linear = GpuLinear(weight.flatten(0, 1))
+    _product(linear, x_NK, out_NR, None, None, blocks, config, 1, total, transposed=transposed)
     return out_NR
 
 
@@ -202,43 +159,25 @@ def _product(
     output_weights: Tensor | None,
     blocks: PairBlocks,
     config: LinearConfig,
-    *,
     per_token: int,
     total: int,
-    activate: Activate | None = None,
+    *,
+    act: Activate | None = None,
     transposed: bool = False,
 ) -> None:
     """Call the product of blocks; with an activation x are tokens, else pairs."""
     weight, storage = kernel_weight(linear)
     pairs, n = out_NF.shape
-    block_n = config.block_n // (1 if activate is None else 2)
+    block_n = config.block_n // (1 if act is None else 2)
     call_kernel(
-        product_of_blocks,
-        (blocks.experts.shape[0], triton.cdiv(n, block_n)),
-        x,
-        weight,
-        linear.scales,
-        linear.bias,
-        blocks.pairs,
-        blocks.experts,
-        input_weights,
-        output_weights,
-        out_NF,
-        pairs,
-        n,
-        num_warps=config.num_warps,
-        K=x.shape[-1],
-        ROWS=blocks.pairs.shape[0] // blocks.experts.shape[0],
-        BLOCK_N=block_n,
-        BLOCK_K=config.block_k,
-        STAGES=config.stages,
-        PER_TOKEN=per_token,
-        TOTAL=total,
-        TRANSPOSED=transposed,
-        GATED=activate is not None,
-        **activation_constants(activate),
-        **storage,
-    )
+        product_of_blocks, (blocks.experts.shape[0], triton.cdiv(n, block_n)),
+        x, weight, linear.scales, linear.bias, *blocks, input_weights, output_weights, out_NF,
+        pairs, n,
+        num_warps=config.num_warps, K=x.shape[-1],
+        ROWS=blocks.pairs.shape[0] // blocks.experts.shape[0], BLOCK_N=block_n,
+        BLOCK_K=config.block_k, STAGES=config.stages, PER_TOKEN=per_token, TOTAL=total,
+        TRANSPOSED=transposed, GATED=act is not None, **activation_constants(act), **storage,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["N", "BLOCKS"])

@@ -21,7 +21,7 @@ from torch import Tensor
 from ..ops.experts import Experts, ExpertTensors, reference_choice
 from .kernel_calls import call_kernel, let_dependents_start, wait_for_inputs
 from .linear import FEW_ROWS, GpuLinear
-from .matmul import RowSizes, tiled_product
+from .linear_kernels import RowSizes, tiled_product
 
 __all__ = ["Routed", "choose_experts", "reference_routed", "reference_routing", "route"]
 
@@ -71,13 +71,10 @@ def router_logits(
     logits_TR = x_TD.new_empty(tokens, routed, dtype=torch.float32)
     if tokens <= FEW_ROWS and not any_tokens:
         call_kernel(
-            router_of_few_rows,
-            (triton.cdiv(routed, _ROUTER_ROWS), tokens),
-            *(x_TD, router_RD, bias_R, logits_TR, tokens, routed),
-            D=hidden,
-            BLOCK_R=_ROUTER_ROWS,
-            BLOCK_D=min(1024, triton.next_power_of_2(hidden)),
-        )
+            router_of_few_rows, (triton.cdiv(routed, _ROUTER_ROWS), tokens),
+            x_TD, router_RD, bias_R, logits_TR, tokens, routed,
+            D=hidden, BLOCK_R=_ROUTER_ROWS, BLOCK_D=min(1024, triton.next_power_of_2(hidden)),
+        )  # fmt: skip
         return logits_TR
     wide = x_TD.dtype == torch.float32
     block_t = 16 if tokens <= 16 or wide or any_tokens else 32
@@ -97,27 +94,15 @@ def choose_experts(
     experts_TK = torch.empty(tokens, per_token, dtype=torch.int32, device=logits_TR.device)
     limited = routing.top_groups < routing.groups
     call_kernel(
-        choice_of_experts,
-        (tokens,),
-        logits_TR,
-        correction_R,
-        None if live_T is None else live_T.view(torch.uint8),
-        weights_TK,
-        experts_TK,
-        routing.scale,
-        num_warps=1 if routed <= 256 else 4,
-        R=routed,
-        BLOCK_R=triton.next_power_of_2(routed),
-        TOP_K=routing.top_k,
-        SHARED=op.shared,
-        BLOCK_K=triton.next_power_of_2(per_token),
-        SCORES=routing.scores,
-        BY_LOGITS=op.chooses_by_logits,
-        NORMALISED=routing.normalised,
-        GROUPS=routing.groups if limited else 1,
-        TOP_GROUPS=routing.top_groups if limited else 1,
+        choice_of_experts, (tokens,),
+        logits_TR, correction_R, None if live_T is None else live_T.view(torch.uint8), weights_TK,
+        experts_TK, routing.scale,
+        num_warps=1 if routed <= 256 else 4, R=routed, BLOCK_R=triton.next_power_of_2(routed),
+        TOP_K=routing.top_k, SHARED=op.shared, BLOCK_K=triton.next_power_of_2(per_token),
+        SCORES=routing.scores, BY_LOGITS=op.chooses_by_logits, NORMALISED=routing.normalised,
+        GROUPS=routing.groups if limited else 1, TOP_GROUPS=routing.top_groups if limited else 1,
         TOP_2_SUM=routing.group_score == "top_2_sum",
-    )
+    )  # fmt: skip
     return Routed(logits_TR, weights_TK, experts_TK)
 
 

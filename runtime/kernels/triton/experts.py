@@ -1,25 +1,28 @@
-"""Experts of few tokens: each pair of a token and an expert by programs of its own.
+"""A mixture of experts on a GPU: from normed hidden states to their sum with the residual.
 
-Shapes: T tokens, K experts of a token, D hidden_size, F features of an expert.
-
-A step of few tokens is bound by reading the weights of the experts that they choose, so sums are
-made on the float32 cores, as `linear_kernels.py` does. Which weights they are is known after the
-choice alone: nothing is loaded before the wait. The first kernel computes gate, up and activation
-of a pair; a program of the second one adds up the experts of its token, in their order.
-
-Programs of all pairs that compute the same features run at the same time: pairs with the same
-expert find its weights in the L2 cache.
-
-A mixture of experts on a GPU: from normed hidden states to their sum with the residual.
-
-Shapes: T tokens, D hidden_size, K experts of a token.
+Shapes: T tokens, K experts of a token, N = T * K pairs, D hidden_size, F features of an expert.
 
 The arithmetic follows `ops/experts.py`. All shapes are static and nothing waits for the device,
 so a step with experts can be captured. Results are the same in every run: the experts of a token
 are summed in float32 and in their order, without atomic operations.
+
+Few tokens run by pair, with the kernels of this file. Such a step is bound by reading the weights
+of the chosen experts, so sums are made on the float32 cores, as `linear_kernels.py` does. Which
+weights they are is known after the choice alone: nothing is loaded before the wait. The first
+kernel computes gate, up and activation of a pair; a program of the second one adds up the experts
+of its token. Programs of all pairs that compute the same features run at the same time: pairs with
+the same expert find its weights in the L2 cache. More tokens run by block (`expert_blocks.py`).
+
+Default sizes follow from a model of the device, not from measurements. At a bandwidth b and a
+latency l, b * l bytes of weights must be on their way: 36 KiB on each of the 132 multiprocessors of
+an H200 (4.8 TB/s, about 1 µs under load). So there are at least three programs for each
+multiprocessor, and their stages together hold that many bytes.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -28,95 +31,254 @@ from torch import Tensor
 
 from ..ops.experts import Experts, ExpertTensors, reference_products
 from ..ops.experts_operator import define_experts
-from .expert_blocks import down_of_blocks, gate_up_of_blocks
+from .expert_blocks import block_tiles, experts_by_block
 from .expert_routing import Routed, route
-from .expert_tiles import ANY_PAIRS, ExpertSizes, block_tiles, expert_tiles
-from .kernel_calls import call_kernel, let_dependents_start, wait_for_inputs
-from .linear import GpuLinear, LinearConfig
-from .linear_tiles import activate, as_numbers, scaled
-from .quantised import kernel_weight
-from .rowwise import activation_constants
+from .fusion import runs_by_pair
+from .kernel_calls import (
+    call_kernel,
+    let_dependents_start,
+    num_multiprocessors,
+    wait_for_inputs,
+)
+from .linear import EXPERT_PRODUCTS, FEW_ROWS, SCALE_BLOCK, GpuLinear, LinearConfig
+from .quantised import as_numbers, kernel_weight
+from .rowwise import activate, activation_constants, scaled
+from .tuning import TuningKey, lookup, tuning_key
 
 __all__ = [
-    "down_of_pairs",
+    "ExpertSizes",
+    "candidate_tiles",
+    "default_tiles",
+    "expert_tiles",
     "experts",
     "experts_on_gpu",
-    "gate_up_of_pairs",
     "reference_experts_of_choice",
     "triton_experts",
 ]
 
-
-def gate_up_of_pairs(
-    op: Experts, x_TD: Tensor, tensors: ExpertTensors, routed: Routed, config: LinearConfig
-) -> Tensor:
-    """Return gate and up of each token's experts, activated: `[T, K, F]`; of padding anything."""
-    (tokens, hidden), features, per_token = x_TD.shape, op.activate.features, op.per_token
-    inner_TKF = x_TD.new_empty(tokens, per_token, features)
-    weight, storage = kernel_weight(GpuLinear(tensors.gate_up, tensors.gate_up_scales))
-    block_f = config.block_n // 2
-    call_kernel(
-        gate_up_kernel,
-        (tokens * per_token, triton.cdiv(features, block_f)),
-        x_TD,
-        weight,
-        tensors.gate_up_scales,
-        tensors.gate_up_bias,
-        routed.experts,
-        routed.weights,
-        inner_TKF,
-        features,
-        num_warps=config.num_warps,
-        K=hidden,
-        PER_TOKEN=per_token,
-        TOTAL=op.total,
-        BLOCK_N=block_f,
-        BLOCK_K=config.block_k,
-        STAGES=config.stages,
-        SCALED_INPUTS=op.scaled_inputs,
-        **activation_constants(op.activate),
-        **storage,
-    )
-    return inner_TKF
+_IN_FLIGHT = 40 << 10
+"""Bytes of weights that are on their way to a multiprocessor."""
+_RESIDENT = 5
+"""Programs of 128 threads and at most 96 registers on a multiprocessor, with room for others."""
+_LEAST_PROGRAMS = 3
+"""For each multiprocessor."""
+_TILE_BYTES = 8 << 10
+"""Of a program for pairs, at a time."""
+_WIDEST, _TALLEST = 256, 32
+"""Input features and rows of a weight of such a tile at most."""
+_STAGES = (3, 8)
+_ANY_PAIRS = 32
+"""Pairs of a block that do not depend on the step: few have to be padded, and many share the reads
+of a weight."""
 
 
-def down_of_pairs(
+def experts(
     op: Experts,
-    inner_TKF: Tensor,
+    x_TD: Tensor,
     tensors: ExpertTensors,
     routed: Routed,
     residual_TD: Tensor | None,
     out_TD: Tensor,
-    scale: float,
-    config: LinearConfig,
+    configs: tuple[LinearConfig, LinearConfig] | None = None,
+    *,
+    scale: float = 1.0,
+    any_tokens: bool = False,
 ) -> None:
-    """Write the weighted sum of the outputs of each token's experts; see `experts.experts`."""
-    (tokens, per_token, features), hidden = inner_TKF.shape, out_TD.shape[1]
-    weight, storage = kernel_weight(GpuLinear(tensors.down, tensors.down_scales))
+    """`out = residual + scale * (sum of the outputs of each token's experts)`.
+
+    Sums are rounded before they are scaled and before they are added. Padding uses no expert: its
+    sum is zero.
+
+    Args:
+        op: the mixture.
+        x_TD: normed hidden states, contiguous, in the model's dtype.
+        tensors: weights in the model's dtype, or 8-bit numbers with scales; contiguous.
+        routed: the experts of each token.
+        residual_TD: None: the result is the sum alone.
+        out_TD: written; may be `residual_TD`.
+        configs: sizes of both products, of one kind; None: from `expert_tiles`.
+        scale: of the sum.
+        any_tokens: one compiled kernel for any number of tokens. The bits of a token do not depend
+            on the others: each of its experts is one chain of products, whatever the place of the
+            pair in its block.
+    """
+    given = (op, x_TD, tensors, routed, residual_TD, out_TD)
+    if any_tokens:
+        configs = (block_tiles(_ANY_PAIRS, 1, x_TD.dtype),) * 2
+    elif configs is None:
+        weight = tensors.gate_up, tensors.gate_up_scales
+        configs = expert_tiles(ExpertSizes.of(op, x_TD.shape[0], x_TD.dtype, *weight))
+    if configs[0].kind == "pairs":
+        _experts_by_pair(*given, configs, scale)
+    else:
+        experts_by_block(*given, configs, scale=scale, rows=_ANY_PAIRS if any_tokens else None)
+
+
+def reference_experts_of_choice(
+    op: Experts,
+    x_TD: Tensor,
+    tensors: ExpertTensors,
+    routed: Routed,
+    residual_TD: Tensor | None,
+    *,
+    scale: float = 1.0,
+) -> Tensor:
+    """What `experts` writes, in plain torch."""
+    sum_TD = reference_products(op, x_TD, tensors, routed.weights, routed.experts.long())
+    if scale != 1.0:
+        sum_TD = sum_TD * scale
+    return sum_TD if residual_TD is None else residual_TD + sum_TD
+
+
+def triton_experts(
+    op: Experts, x_TD: Tensor, tensors: ExpertTensors, live_T: Tensor | None = None
+) -> Tensor:
+    """As `ops.experts.reference_experts`, with the kernels of this package."""
+    x_TD = x_TD.contiguous()
+    out_TD = torch.empty_like(x_TD)
+    experts(op, x_TD, tensors, route(op, x_TD, tensors, live_T), None, out_TD)
+    return out_TD
+
+
+experts_on_gpu = define_experts("triton_experts", triton_experts, "CUDA")
+"""`triton_experts` as an operation that torch.compile does not look into."""
+
+
+# Sizes -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertSizes:
+    """What the sizes of a mixture's products depend on."""
+
+    op: Experts
+    tokens: int
+    dtype: torch.dtype
+    """Of activations."""
+    weight_dtype: torch.dtype
+    scale_blocks: bool
+    """Whether each 128 input features have a scale."""
+    device: torch.device
+
+    @classmethod
+    def of(
+        cls, op: Experts, tokens: int, dtype: torch.dtype, weight: Tensor, scales: Tensor | None
+    ) -> ExpertSizes:
+        """Return the sizes of a mixture; weight and scales belong to one of its products."""
+        blocks = scales is not None and scales.dim() == 2
+        return cls(op, tokens, dtype, weight.dtype, blocks, weight.device)
+
+    @property
+    def default_kind(self) -> str:
+        """`pairs` or `blocks`, see `fusion.runs_by_pair`."""
+        rows, hidden = self.product(EXPERT_PRODUCTS[0])
+        expert_bytes = 3 * rows // 2 * hidden * self.weight_dtype.itemsize
+        return "pairs" if runs_by_pair(self.op, self.tokens, expert_bytes) else "blocks"
+
+    def product(self, kernel: str) -> tuple[int, int]:
+        """Return the rows of an expert's weight, and its input features."""
+        hidden, features = self.op.router.shape[1], self.op.activate.features
+        return (2 * features, hidden) if kernel == EXPERT_PRODUCTS[0] else (hidden, features)
+
+    def key(self, kernel: str) -> TuningKey:
+        """Return the key under which a product is tuned."""
+        return tuning_key(
+            kernel, self.tokens, *self.product(kernel), self.dtype, self.weight_dtype, self.device,
+            experts=self.op.total, per_token=self.op.per_token,
+        )  # fmt: skip
+
+
+def expert_tiles(sizes: ExpertSizes) -> tuple[LinearConfig, LinearConfig]:
+    """Return the sizes of both products, as tuned or by default; they are of one kind."""
+    gate_up, down = EXPERT_PRODUCTS
+    first = lookup(sizes.key(gate_up), lambda: candidate_tiles(gate_up, sizes))
+    if first is None:
+        first = default_tiles(gate_up, sizes)
+    kind = first.kind
+    second = lookup(sizes.key(down), lambda: candidate_tiles(down, sizes, kind))
+    if second is None or second.kind != kind:
+        second = default_tiles(down, sizes, kind)
+    return first, second
+
+
+def default_tiles(kernel: str, sizes: ExpertSizes, kind: str | None = None) -> LinearConfig:
+    """Return the sizes of a product that was not tuned; `kind` None: the default one."""
+    tokens, pairs = sizes.tokens, sizes.tokens * sizes.op.per_token
+    if (kind or sizes.default_kind) == "blocks":
+        return block_tiles(pairs, sizes.op.total, sizes.dtype)
+    rows, k = sizes.product(kernel)
+    itemsize, processors = sizes.weight_dtype.itemsize, num_multiprocessors(sizes.device)
+    width = min(SCALE_BLOCK if sizes.scale_blocks else _WIDEST, max(16, triton.next_power_of_2(k)))
+    halves, columns = (2, pairs) if kernel == EXPERT_PRODUCTS[0] else (1, tokens)
+    height = min(_TALLEST, _TILE_BYTES // (width * itemsize))
+    while height > 2 * halves and columns * -(-rows // height) < _LEAST_PROGRAMS * processors:
+        height //= 2
+    programs = columns * -(-rows // height)
+    resident = max(1, min(_RESIDENT, programs // processors))
+    ahead = -(-_IN_FLIGHT // (resident * height * width * itemsize))
+    stages = max(_STAGES[0], min(_STAGES[1], 1 + ahead))
+    return LinearConfig(height, width, 4, "pairs", stages=stages)
+
+
+def candidate_tiles(kernel: str, sizes: ExpertSizes, kind: str | None = None) -> list[LinearConfig]:
+    """Return the sizes to time, the default first; with `kind` only sizes of one kind."""
+    kinds = [kind] if kind else ["pairs", "blocks"]
+    if sizes.tokens > FEW_ROWS:
+        kinds = ["blocks"]
+    configs = [default_tiles(kernel, sizes, kind)]
+    for one in kinds:
+        configs += _around(default_tiles(kernel, sizes, one), sizes.scale_blocks)
+    return list(dict.fromkeys(configs))
+
+
+def _around(default: LinearConfig, scale_blocks: bool) -> Iterator[LinearConfig]:
+    yield default
+    least, widest = 16 if default.kind == "blocks" else 2, SCALE_BLOCK if scale_blocks else 1 << 30
+    for block_n in (default.block_n // 2, default.block_n, 2 * default.block_n):
+        for block_k in (default.block_k // 2, default.block_k, 2 * default.block_k):
+            if block_n >= least and 16 <= block_k <= widest:
+                yield replace(default, block_n=block_n, block_k=block_k)
+    for stages in (default.stages - 1, default.stages + 1, default.stages + 2):
+        if 2 <= stages <= _STAGES[1]:
+            yield replace(default, stages=stages)
+    yield replace(default, num_warps=8 if default.num_warps == 4 else 4)
+
+
+# By pair -----------------------------------------------------------------------------------------
+
+
+def _experts_by_pair(
+    op: Experts,
+    x_TD: Tensor,
+    tensors: ExpertTensors,
+    routed: Routed,
+    residual_TD: Tensor | None,
+    out_TD: Tensor,
+    configs: tuple[LinearConfig, LinearConfig],
+    scale: float,
+) -> None:
+    (tokens, hidden), features, per_token = x_TD.shape, op.activate.features, op.per_token
+    inner_TKF = x_TD.new_empty(tokens, per_token, features)
+    gate_up, storage = kernel_weight(GpuLinear(tensors.gate_up, tensors.gate_up_scales))
+    config, block_f = configs[0], configs[0].block_n // 2
+    shape = {"PER_TOKEN": per_token, "TOTAL": op.total, "SCALED_INPUTS": op.scaled_inputs}
     call_kernel(
-        down_kernel,
-        (tokens, triton.cdiv(hidden, config.block_n)),
-        inner_TKF,
-        weight,
-        tensors.down_scales,
-        tensors.down_bias,
-        routed.experts,
-        routed.weights,
-        residual_TD,
-        out_TD,
-        hidden,
-        num_warps=config.num_warps,
-        K=features,
-        PER_TOKEN=per_token,
-        PLACES=triton.next_power_of_2(per_token),
-        TOTAL=op.total,
-        BLOCK_N=config.block_n,
-        BLOCK_K=config.block_k,
-        STAGES=config.stages,
-        SCALED_INPUTS=op.scaled_inputs,
-        SCALE=scale,
-        **storage,
-    )
+        gate_up_kernel, (tokens * per_token, triton.cdiv(features, block_f)),
+        x_TD, gate_up, tensors.gate_up_scales, tensors.gate_up_bias, routed.experts,
+        routed.weights, inner_TKF, features,
+        num_warps=config.num_warps, K=hidden, BLOCK_N=block_f, BLOCK_K=config.block_k,
+        STAGES=config.stages, **shape, **activation_constants(op.activate), **storage,
+    )  # fmt: skip
+    down, storage = kernel_weight(GpuLinear(tensors.down, tensors.down_scales))
+    config = configs[1]
+    call_kernel(
+        down_kernel, (tokens, triton.cdiv(hidden, config.block_n)),
+        inner_TKF, down, tensors.down_scales, tensors.down_bias, routed.experts, routed.weights,
+        residual_TD, out_TD, hidden,
+        num_warps=config.num_warps, K=features, PLACES=triton.next_power_of_2(per_token),
+        BLOCK_N=config.block_n, BLOCK_K=config.block_k, STAGES=config.stages, SCALE=scale,
+        **shape, **storage,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -232,79 +394,3 @@ def down_kernel(  # type: ignore[no-untyped-def]
         residual = tl.load(residual_ptr + place, mask=n < N, other=0.0).to(tl.float32)
         out = residual + out.to(tl.float32)
     tl.store(out_ptr + place, out.to(dtype), mask=n < N)
-
-
-def experts(
-    op: Experts,
-    x_TD: Tensor,
-    tensors: ExpertTensors,
-    routed: Routed,
-    residual_TD: Tensor | None,
-    out_TD: Tensor,
-    configs: tuple[LinearConfig, LinearConfig] | None = None,
-    *,
-    scale: float = 1.0,
-    any_tokens: bool = False,
-) -> None:
-    """`out = residual + scale * (sum of the outputs of each token's experts)`.
-
-    Sums are rounded before they are scaled and before they are added. Padding uses no expert: its
-    sum is zero.
-
-    Args:
-        op: the mixture.
-        x_TD: normed hidden states, contiguous, in the model's dtype.
-        tensors: weights in the model's dtype, or 8-bit numbers with scales; contiguous.
-        routed: the experts of each token.
-        residual_TD: None: the result is the sum alone.
-        out_TD: written; may be `residual_TD`.
-        configs: sizes of both products, of one kind; None: from `expert_tiles`.
-        scale: of the sum.
-        any_tokens: one compiled kernel for any number of tokens. The bits of a token do not depend
-            on the others: each of its experts is one chain of products, whatever the place of the
-            pair in its block.
-    """
-    rows = None
-    if any_tokens:
-        rows, configs = ANY_PAIRS, (block_tiles(ANY_PAIRS, 1, x_TD.dtype),) * 2
-    elif configs is None:
-        weight = tensors.gate_up, tensors.gate_up_scales
-        configs = expert_tiles(ExpertSizes.of(op, x_TD.shape[0], x_TD.dtype, *weight))
-    first, second = configs
-    ends = (residual_TD, out_TD, scale, second)
-    if first.kind == "pairs":
-        inner_TKF = gate_up_of_pairs(op, x_TD, tensors, routed, first)
-        down_of_pairs(op, inner_TKF, tensors, routed, *ends)
-    else:
-        blocks, inner_NF = gate_up_of_blocks(op, x_TD, tensors, routed, first, rows)
-        down_of_blocks(op, blocks, inner_NF, tensors, routed, *ends)
-
-
-def reference_experts_of_choice(
-    op: Experts,
-    x_TD: Tensor,
-    tensors: ExpertTensors,
-    routed: Routed,
-    residual_TD: Tensor | None,
-    *,
-    scale: float = 1.0,
-) -> Tensor:
-    """What `experts` writes, in plain torch."""
-    sum_TD = reference_products(op, x_TD, tensors, routed.weights, routed.experts.long())
-    if scale != 1.0:
-        sum_TD = sum_TD * scale
-    return sum_TD if residual_TD is None else residual_TD + sum_TD
-
-
-def triton_experts(
-    op: Experts, x_TD: Tensor, tensors: ExpertTensors, live_T: Tensor | None = None
-) -> Tensor:
-    """As `ops.experts.reference_experts`, with the kernels of this package."""
-    x_TD = x_TD.contiguous()
-    out_TD = torch.empty_like(x_TD)
-    experts(op, x_TD, tensors, route(op, x_TD, tensors, live_T), None, out_TD)
-    return out_TD
-
-
-experts_on_gpu = define_experts("triton_experts", triton_experts, "CUDA")
-"""`triton_experts` as an operation that torch.compile does not look into."""

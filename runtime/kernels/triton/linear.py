@@ -6,7 +6,7 @@ A weight is `[N, K]`, as a checkpoint has it. The kernels serve the rows of a de
 time is spent on reading the weight once.
 
 Default configurations of the products of up to four rows, and the candidates for tuning; products
-of more rows are the library's (`matmul.py`).
+of more rows are the library's (`linear_kernels.py`).
 
 Sizes are chosen from shapes and the number of multiprocessors. With the default sizes no kernel of
 the presets spills registers (docs/gpu-predictions.md).

@@ -1,23 +1,36 @@
-"""The linear layers of a decode step: one kernel for up to four rows, else the library.
+"""Linear layers: one kernel for up to four rows, the library or a kernel of any rows for more.
 
 Shapes: T rows, N output features, K input features, F features of gate and of up, R rows of the
 weight that a program reads.
 
-A program multiplies all rows by R rows of the weight, `BLOCK_K` input features at a time, and has
-the weights of the next tile in flight while it multiplies with these. The first tile, norms, biases
-and scales are on their way before it waits for what the kernel before it writes. Of gate and up a
-program reads the rows of the same features, gate and up in turn.
+**Up to four rows.** A program multiplies all rows by R rows of the weight, `BLOCK_K` input features
+at a time, and has the weights of the next tile in flight while it multiplies with these. The first
+tile, norms, biases and scales are on their way before it waits for what the kernel before it
+writes. Of gate and up a program reads the rows of the same features, gate and up in turn.
 
 What is multiplied is the input as it is, or summed with what is pending and normed. Every program
 does that itself: up to 4 rows are few bytes compared with the weights, and in the L2 cache. More
 rows are normed by a kernel before the library's product, and one after it activates the result or
 adds it.
+
+**Any rows.** Weights in the model's dtype go to the library's matrix product. Weights of 8 bits are
+brought to the model's dtype on the way to the tensor cores, tile by tile, which is exact; sums are
+multiplied by the scales. The same kernel computes the logits of a router, and all products of a
+batch-invariant engine: a row of the result is one chain of tensor-core products over blocks of
+input features in ascending order, and there sizes follow from the shape of the weight, so the same
+machine code multiplies a row in any step. Input features are not split (split-K): partial sums
+would need memory for T rows each.
+
+The rows are the left operand, 64 of them, as many as a warp group of Hopper multiplies. With few
+rows most of the operand is zeros that are not loaded, and the time is still the time of reading the
+weight; so blocks of the weight are small where large ones would leave processors idle.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -25,7 +38,12 @@ import triton.language as tl
 from torch import Tensor
 
 from ..ops.activation import Activate
-from .kernel_calls import call_kernel, let_dependents_start, wait_for_inputs
+from .kernel_calls import (
+    call_kernel,
+    let_dependents_start,
+    num_multiprocessors,
+    wait_for_inputs,
+)
 from .linear import (
     FEW_ROWS,
     STORAGES,
@@ -36,40 +54,45 @@ from .linear import (
     reference_linear,
     row_class,
 )
-from .linear_tiles import (
-    activate,
-    appended,
-    as_numbers,
-    input_tile,
-    load_stage,
-    prefetch_rows,
-    row_statistics,
-    scaled,
-)
-from .matmul import library_linear
-from .quantised import kernel_weight, load_channels, may_prefetch, operation_name
+from .quantised import as_numbers, as_operand, kernel_weight
 from .rowwise import (
+    activate,
     activate_rows,
     activation_constants,
+    input_tile,
+    load_tile,
+    norm_arguments,
     norm_rows,
     reference_activate_rows,
     reference_norm_rows,
+    row_statistics,
+    scaled,
 )
 from .tuning import best_config
 
 __all__ = [
+    "RowSizes",
     "gate_up",
+    "library_linear",
+    "linear_of_any_rows",
     "linear_product",
     "norm_linear",
     "reference_product",
     "residual_linear",
+    "tiled_product",
 ]
 
 _STATISTICS = 8192
 """Elements of all rows that are summed up at a time for a norm."""
 
 
-@triton.jit(repr=operation_name)
+def _operation_name(specialization: Any) -> str:
+    """Name of a compiled kernel, as profilers show it: the operation's."""
+    name: str = specialization.constants["NAME"]
+    return name
+
+
+@triton.jit(repr=_operation_name)
 def linear_of_few_rows(  # type: ignore[no-untyped-def]
     x_ptr, delta_ptr, post_ptr, x_out_ptr, norm_ptr, w_ptr, scale_ptr, bias_ptr, residual_ptr,
     out_ptr, T, N, eps, post_eps, K: tl.constexpr, ROWS: tl.constexpr,
@@ -99,19 +122,23 @@ def linear_of_few_rows(  # type: ignore[no-untyped-def]
     k = group * V + tl.arange(0, V)[None, :]
     word = (group * (V // WORD) + tl.arange(0, V // WORD)[None, :])[:, None, :]
     w_rows = w_ptr + weight_n.to(tl.int64)[None, :, None] * (K // WORD) + word
-    scale_rows = scale_ptr
+    scale_rows = 0
     if SCALE_BLOCKS:
         scale_rows = scale_ptr + weight_n[None, :] * SCALE_BLOCKS
-    w, norm, scales = load_stage(
-        w_rows, word, norm_ptr, k, scale_rows, group * V, 0, K, WORD, EVEN, SCALE_BLOCKS
-    )  # fmt: skip
+    weights = (w_rows, word, norm_ptr, k, scale_rows, group * V)
+    w, norm, scales = _load_stage(weights, 0, K, WORD, EVEN, SCALE_BLOCKS)
     if PREFETCH:  # rows, of gate and up of each
         first = tl.program_id(0) * BLOCK_N
         here = tl.minimum(N - first, PREFETCH)
-        prefetch_rows(w_ptr, first, here, ROW_BYTES, PDL)
+        _prefetch_rows(w_ptr, first, here, ROW_BYTES, PDL)
         if GATED:
-            prefetch_rows(w_ptr, N + first, here, ROW_BYTES, PDL)
-    channel_scales, bias = load_channels(scale_ptr, bias_ptr, weight_n, SCALE_BLOCKS)
+            _prefetch_rows(w_ptr, N + first, here, ROW_BYTES, PDL)
+    channel_scales = 1.0
+    if scale_ptr is not None and not SCALE_BLOCKS:
+        channel_scales = tl.load(scale_ptr + weight_n)
+    bias = 0.0
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + weight_n).to(tl.float32)
 
     wait_for_inputs(PDL)
     t = tl.arange(0, ROWS)
@@ -124,53 +151,45 @@ def linear_of_few_rows(  # type: ignore[no-untyped-def]
     residual = ()
     sums = ()
     for row in tl.static_range(ROWS):
-        reciprocal = appended(reciprocal, tl.sum(tl.where(t == row, reciprocals, 0.0)))
+        reciprocal = _appended(reciprocal, tl.sum(tl.where(t == row, reciprocals, 0.0)))
         post = tl.sum(tl.where(t == row, post_reciprocals, 0.0))
-        post_reciprocal = appended(post_reciprocal, post)
-        sums = appended(sums, tl.zeros([BLOCK_K // V, R], tl.float32))
+        post_reciprocal = _appended(post_reciprocal, post)
+        sums = _appended(sums, tl.zeros([BLOCK_K // V, R], tl.float32))
         if residual_ptr is not None:
             pointers = residual_ptr + tl.minimum(row, T - 1) * N + tl.minimum(n, N - 1)
-            residual = appended(residual, tl.load(pointers).to(tl.float32))
+            residual = _appended(residual, tl.load(pointers).to(tl.float32))
+    inputs = (x_ptr, delta_ptr, post_ptr, T, k, reciprocal, post_reciprocal)
 
     # Two tiles in turn, so that none is moved to other registers: that would wait for its load.
     for start in range(0, (TILES - 1) // 2 * 2 * BLOCK_K, 2 * BLOCK_K):
-        w_odd, norm_odd, scales_odd = load_stage(
-            w_rows, word, norm_ptr, k, scale_rows, group * V, start + BLOCK_K, K, WORD, EVEN,
-            SCALE_BLOCKS,
-        )  # fmt: skip
+        w_odd, norm_odd, scales_odd = _load_stage(
+            weights, start + BLOCK_K, K, WORD, EVEN, SCALE_BLOCKS
+        )
         tl.debug_barrier()  # else the compiler moves the load after the products
         sums = _grown(
-            sums, w, norm, scales, start, x_ptr, delta_ptr, post_ptr, T, k, reciprocal,
-            post_reciprocal, K, ROWS, EVEN, NORM, OFFSET, POST_OFFSET, STORAGE, NATIVE_FP8,
-            SCALE_BLOCKS, dtype,
+            sums, w, norm, scales, start, inputs, K, ROWS, EVEN, NORM, OFFSET, POST_OFFSET,
+            STORAGE, NATIVE_FP8, SCALE_BLOCKS, dtype,
         )  # fmt: skip
-        w, norm, scales = load_stage(
-            w_rows, word, norm_ptr, k, scale_rows, group * V, start + 2 * BLOCK_K, K, WORD, EVEN,
-            SCALE_BLOCKS,
-        )  # fmt: skip
+        w, norm, scales = _load_stage(weights, start + 2 * BLOCK_K, K, WORD, EVEN, SCALE_BLOCKS)
         tl.debug_barrier()
         sums = _grown(
-            sums, w_odd, norm_odd, scales_odd, start + BLOCK_K, x_ptr, delta_ptr, post_ptr, T, k,
-            reciprocal, post_reciprocal, K, ROWS, EVEN, NORM, OFFSET, POST_OFFSET, STORAGE,
-            NATIVE_FP8, SCALE_BLOCKS, dtype,
+            sums, w_odd, norm_odd, scales_odd, start + BLOCK_K, inputs, K, ROWS, EVEN, NORM, OFFSET,
+            POST_OFFSET, STORAGE, NATIVE_FP8, SCALE_BLOCKS, dtype,
         )  # fmt: skip
     LAST: tl.constexpr = (TILES - 1) * BLOCK_K
     if TILES % 2 == 0:
-        w_odd, norm_odd, scales_odd = load_stage(
-            w_rows, word, norm_ptr, k, scale_rows, group * V, LAST, K, WORD, EVEN, SCALE_BLOCKS
-        )  # fmt: skip
+        w_odd, norm_odd, scales_odd = _load_stage(weights, LAST, K, WORD, EVEN, SCALE_BLOCKS)
         tl.debug_barrier()
         sums = _grown(
-            sums, w, norm, scales, LAST - BLOCK_K, x_ptr, delta_ptr, post_ptr, T, k, reciprocal,
-            post_reciprocal, K, ROWS, EVEN, NORM, OFFSET, POST_OFFSET, STORAGE, NATIVE_FP8,
-            SCALE_BLOCKS, dtype,
+            sums, w, norm, scales, LAST - BLOCK_K, inputs, K, ROWS, EVEN, NORM, OFFSET, POST_OFFSET,
+            STORAGE, NATIVE_FP8, SCALE_BLOCKS, dtype,
         )  # fmt: skip
         w = w_odd
         norm = norm_odd
         scales = scales_odd
     sums = _grown(
-        sums, w, norm, scales, LAST, x_ptr, delta_ptr, post_ptr, T, k, reciprocal, post_reciprocal,
-        K, ROWS, EVEN, NORM, OFFSET, POST_OFFSET, STORAGE, NATIVE_FP8, SCALE_BLOCKS, dtype,
+        sums, w, norm, scales, LAST, inputs, K, ROWS, EVEN, NORM, OFFSET, POST_OFFSET, STORAGE,
+        NATIVE_FP8, SCALE_BLOCKS, dtype,
     )  # fmt: skip
 
     for row in tl.static_range(ROWS):
@@ -188,13 +207,68 @@ def linear_of_few_rows(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _appended(values, value):  # type: ignore[no-untyped-def]
+    """A tuple with one more: how loops at compile time keep what each pass makes."""
+    return values + (value,)
+
+
+@triton.jit
+def _load_stage(  # type: ignore[no-untyped-def]
+    weights, start, K: tl.constexpr, WORD: tl.constexpr, EVEN: tl.constexpr,
+    SCALE_BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Weights from feature `start` on, and the norm's weights and scales of blocks that go along.
+
+    `word` are words of a row, `k` features and `block` the first features of groups, from 0 on. A
+    step reads a weight once: it makes no room for itself in the L1.
+    """
+    w_rows, word, norm_ptr, k, scale_rows, block = weights
+    if EVEN:
+        w = tl.load(w_rows + start // WORD, eviction_policy="evict_first")
+    else:
+        mask = start // WORD + word < K // WORD
+        w = tl.load(w_rows + start // WORD, mask=mask, other=0, eviction_policy="evict_first")
+    norm = 0.0
+    if norm_ptr is not None:
+        norm = load_tile(norm_ptr + start + k, start + k < K, EVEN)
+    scales = 0.0
+    if SCALE_BLOCKS:
+        scales = load_tile(scale_rows + (start + block) // 128, start + block < K, EVEN)
+    return w, norm, scales
+
+
+@triton.jit
+def _prefetch_rows(w_ptr, row, rows, ROW_BYTES: tl.constexpr, PDL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Ask for `rows` rows of weights to be brought to the L2 cache: one request of one thread.
+
+    Nothing is kept in registers and nothing waits. Processors have this from compute capability 9
+    on, as they have dependent launch. Rows are of whole 16 bytes.
+    """
+    if PDL:
+        tl.inline_asm_elementwise(
+            """{
+            .reg .pred p; .reg .u32 t;
+            mov.u32 t, %tid.x;
+            setp.eq.u32 p, t, 0;
+            @p cp.async.bulk.prefetch.L2.global [$1], $2;
+            mov.u32 $0, 0;
+            }""",
+            "=r,l,r",
+            [w_ptr.to(tl.int64) + row.to(tl.int64) * ROW_BYTES, rows * ROW_BYTES],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
 def _grown(  # type: ignore[no-untyped-def]
-    sums, w, norm, scales, start, x_ptr, delta_ptr, post_ptr, T, k, reciprocal, post_reciprocal,
-    K: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr, NORM: tl.constexpr,
-    OFFSET: tl.constexpr, POST_OFFSET: tl.constexpr, STORAGE: tl.constexpr,
+    sums, w, norm, scales, start, inputs, K: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr,
+    NORM: tl.constexpr, OFFSET: tl.constexpr, POST_OFFSET: tl.constexpr, STORAGE: tl.constexpr,
     NATIVE_FP8: tl.constexpr, SCALE_BLOCKS: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """`sums` of all rows, and the products of their features from `start` on."""
+    x_ptr, delta_ptr, post_ptr, T, k, reciprocal, post_reciprocal = inputs
     numbers = as_numbers(w, STORAGE, NATIVE_FP8)
     grown = ()
     for row in tl.static_range(ROWS):
@@ -205,7 +279,7 @@ def _grown(  # type: ignore[no-untyped-def]
         product = tl.sum(numbers * x[:, None, :], axis=2)
         if SCALE_BLOCKS:
             product = product * scales
-        grown = appended(grown, sums[row] + product)
+        grown = _appended(grown, sums[row] + product)
     return grown
 
 
@@ -284,51 +358,25 @@ def linear_product(
     row_count = row_class(rows)
     weight, storage = kernel_weight(linear)
     row_bytes = k * weight.element_size()
-    ahead = 0
-    if may_prefetch(weight):
-        ahead = min(config.block_n, config.prefetch // (row_bytes * (2 if gated else 1)))
+    # A prefetch takes rows that begin and end at multiples of 16 bytes; "meta" has no addresses.
+    aligned = row_bytes % 16 == 0 and (weight.is_meta or weight.data_ptr() % 16 == 0)
+    ahead = config.prefetch // (row_bytes * (2 if gated else 1)) if aligned else 0
     vector = min(16 // weight.element_size(), config.block_k)
     word = 4 // weight.element_size()
     if k % word or vector % word:
         word = 1  # a row begins within a word
     else:
         weight = weight.view(torch.int32)
-    post = None if pending is None else pending.norm
+    tensors, epsilons, constants = norm_arguments(norm, pending)
     call_kernel(
-        linear_of_few_rows,
-        (-(-n // config.block_n),),
-        x_TK,
-        None if pending is None else pending.delta,
-        None if post is None else post.weight,
-        None if pending is None else pending.out,
-        None if norm is None else norm.weight,
-        weight,
-        linear.scales,
-        linear.bias,
-        residual_TN,
-        out_TN,
-        rows,
-        n,
-        0.0 if norm is None else norm.eps,
-        0.0 if post is None else post.eps,
-        num_warps=config.num_warps,
-        K=k,
-        ROWS=row_count,
-        BLOCK_N=config.block_n,
-        BLOCK_K=config.block_k,
-        V=vector,
-        STATISTICS=min(triton.next_power_of_2(k), _STATISTICS // row_count),
-        WORD=word,
-        OFFSET=norm is not None and norm.offset,
-        POST_OFFSET=post is not None and post.offset,
-        GATED=gated,
-        GELU=activation_constants(activate)["GELU"],
-        SCALE=scale,
-        ROW_BYTES=row_bytes,
-        PREFETCH=ahead,
-        NAME=name,
-        **storage,
-    )
+        linear_of_few_rows, (-(-n // config.block_n),),
+        x_TK, *tensors, weight, linear.scales, linear.bias, residual_TN, out_TN, rows, n, *epsilons,
+        num_warps=config.num_warps, K=k, ROWS=row_count, BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k, V=vector,
+        STATISTICS=min(triton.next_power_of_2(k), _STATISTICS // row_count), WORD=word,
+        GATED=gated, GELU=activation_constants(activate)["GELU"], SCALE=scale, ROW_BYTES=row_bytes,
+        PREFETCH=min(config.block_n, ahead), NAME=name, **constants, **storage,
+    )  # fmt: skip
 
 
 norm_linear = partial(linear_product, "norm_linear")
@@ -352,3 +400,108 @@ def reference_product(
         return reference_activate_rows(product_TN, activate)
     product_TN = product_TN * scale
     return product_TN if residual_TN is None else residual_TN + product_TN
+
+
+# Any rows ----------------------------------------------------------------------------------------
+
+_SHARE = 0.7
+"""Programs for each multiprocessor that are enough to choose larger blocks."""
+
+
+class RowSizes(NamedTuple):
+    """Of the tiles of a product: rows, output features, input features and stages."""
+
+    block_t: int
+    block_n: int
+    block_k: int
+    stages: int
+    num_warps: int = 4
+
+
+def library_linear(x_TK: Tensor, linear: GpuLinear, out_TN: Tensor) -> None:
+    """`out = linear(x)`, any number of rows; all contiguous, activations in the model's dtype."""
+    if linear.scales is not None:
+        rows, n = out_TN.shape
+        multiprocessors = num_multiprocessors(x_TK.device)
+        sizes = _sizes(n, x_TK.dtype, multiprocessors)
+        many = rows > 64 and x_TK.dtype != torch.float32
+        if many and -(-rows // 128) * -(-n // 128) >= _SHARE * multiprocessors:
+            sizes = RowSizes(128, 128, 64, 4, num_warps=8)
+        tiled_product(x_TK, linear, out_TN, sizes)
+    elif linear.bias is None:
+        torch.mm(x_TK, linear.weight.T, out=out_TN)
+    else:
+        torch.addmm(linear.bias, x_TK, linear.weight.T, out=out_TN)
+
+
+def linear_of_any_rows(x_TK: Tensor, linear: GpuLinear, out_TN: Tensor) -> None:
+    """As `library_linear`; the bits of a row do not depend on T, nor on the other rows."""
+    sizes = _sizes(out_TN.shape[1], x_TK.dtype, num_multiprocessors(x_TK.device))
+    tiled_product(x_TK, linear, out_TN, sizes)
+
+
+def _sizes(n: int, dtype: torch.dtype, multiprocessors: int) -> RowSizes:
+    """Return the sizes for a weight of N rows; none of them spills registers."""
+    if dtype == torch.float32:  # multiplied by the ordinary units, from registers
+        return RowSizes(16, 32, 32, 2)
+    for block_n in (128, 64):
+        if n >= _SHARE * multiprocessors * block_n:
+            return RowSizes(64, block_n, 64, 4)
+    return RowSizes(64, 32, 128, 4)
+
+
+def tiled_product(x_TK: Tensor, linear: GpuLinear, out_TN: Tensor, sizes: RowSizes) -> None:
+    """`out = linear(x)` in tiles of these sizes; of weights that are not quantised, `out` may have
+    another dtype than `x`."""
+    (rows, n), (weight, storage) = out_TN.shape, kernel_weight(linear)
+    call_kernel(
+        product_of_any_rows, (triton.cdiv(rows, sizes.block_t), triton.cdiv(n, sizes.block_n)),
+        x_TK, weight, linear.scales, linear.bias, out_TN, rows, n,
+        num_warps=sizes.num_warps, K=x_TK.shape[1], BLOCK_T=sizes.block_t, BLOCK_N=sizes.block_n,
+        BLOCK_K=sizes.block_k, STAGES=sizes.stages, **storage,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["T"])
+def product_of_any_rows(  # type: ignore[no-untyped-def]
+    x_ptr, w_ptr, scale_ptr, bias_ptr, out_ptr, T, N,
+    K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr, STORAGE: tl.constexpr, NATIVE_FP8: tl.constexpr,
+    SCALE_BLOCKS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (i, j): `BLOCK_T` rows times `BLOCK_N` rows of the weight.
+
+    Programs of the same rows of the weight are neighbours, so that memory is read once.
+    """
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    EVEN: tl.constexpr = K % BLOCK_K == 0
+    let_dependents_start(PDL)
+    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    weight_n = tl.minimum(n, N - 1)  # past the last feature it is read again, and not stored
+    there = (t < T)[:, None]
+    x_rows = x_ptr + t.to(tl.int64)[:, None] * K
+    w_rows = w_ptr + weight_n.to(tl.int64)[None, :] * K
+    wait_for_inputs(PDL)
+    sums = tl.zeros([BLOCK_T, BLOCK_N], tl.float32)
+    for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        k = start + tl.arange(0, BLOCK_K)
+        if EVEN:
+            x = tl.load(x_rows + k[None, :], mask=there, other=0.0)
+            w = tl.load(w_rows + k[:, None])
+        else:
+            inside = k < K
+            x = tl.load(x_rows + k[None, :], mask=there & inside[None, :], other=0.0)
+            w = tl.load(w_rows + k[:, None], mask=inside[:, None], other=0)
+        w = as_operand(w, STORAGE, NATIVE_FP8, dtype)
+        if SCALE_BLOCKS:
+            scales = tl.load(scale_ptr + weight_n * SCALE_BLOCKS + start // 128)
+            sums += tl.dot(x, w, input_precision="ieee") * scales[None, :]
+        else:
+            sums = tl.dot(x, w, sums, input_precision="ieee")
+    if scale_ptr is not None and not SCALE_BLOCKS:
+        sums *= tl.load(scale_ptr + weight_n)[None, :]
+    if bias_ptr is not None:
+        sums += tl.load(bias_ptr + weight_n).to(tl.float32)[None, :]
+    out_rows = out_ptr + t.to(tl.int64)[:, None] * N
+    tl.store(out_rows + n[None, :], sums.to(dtype), mask=there & (n < N)[None, :])

@@ -1,22 +1,18 @@
-"""How the tokens of a prefill step are dealt to the programs of its attention.
+"""Attention of many tokens a row over the paged cache: the chunks of a prefill step.
 
-A tile is what a program takes: the heads of one group of some neighbouring tokens of one row. The
-tiles of a step are laid out on the device, once for all its layers: `prefill_tiles` cuts the tokens
-wherever the row changes and at every multiple of B tokens, which makes at most ceil(T / B) + R
-pieces for R rows and padding. With B = 4 and rows 7 7 7 2 2 2 . . (null row 9):
+What is computed is told in `ops/attention.py`; keys and values of the step's own tokens are in the
+cache already. Shapes: T tokens, R rows, H query heads, G kv heads (G divides H), D head_dim, E
+value_dim.
+
+A program takes a tile: BLOCK_M queries, the heads of one group of some neighbouring tokens of one
+row, over BLOCK_N positions at a time, from the first of the window to the last that one of them
+sees (FlashAttention-2, Dao 2023, with scores in units of log2). The tiles of a step are laid out on
+the device, once for all its layers: `prefill_tiles` cuts the tokens wherever the row changes and at
+every multiple of B tokens, which makes at most ceil(T / B) + R pieces for R rows and padding. With
+B = 4 and rows 7 7 7 2 2 2 . . (null row 9):
 
     token_rows   7 7 7 2 2 2 9 9        tiles   0 3 4 6 8 8 8 ...   (a tile ends where the next
                                                                      begins; past T it is empty)
-
-Attention of many tokens a row over the paged cache: the chunks of a prefill step.
-
-What is computed is told in `kernels/attention.py`; keys and values of the step's own tokens are in
-the cache already. Shapes: T tokens, R rows, H query heads, G kv heads (G divides H), D head_dim, E
-value_dim.
-
-A program takes BLOCK_M queries, the heads of one group of some neighbouring tokens of one row (see
-`prefill_tiles`), over BLOCK_N positions at a time, from the first of the window to the last that
-one of them sees (FlashAttention-2, Dao 2023, with scores in units of log2).
 
 With `PrefillTiling.split` the context is cut into parts of that many positions. A part is summed
 alone and then added to the parts before it, by the same program or by a kernel of its own: the
@@ -148,17 +144,8 @@ def prefill_tiles(token_rows_T: Tensor, rows: int, tokens_of_tile: int) -> Tenso
     tokens = token_rows_T.shape[0]
     count = triton.cdiv(tokens, tokens_of_tile) + rows + 1
     out = torch.empty(count, dtype=torch.int32, device=token_rows_T.device)
-    call_kernel(
-        _tiles_kernel,
-        (1,),
-        token_rows_T,
-        out,
-        tokens,
-        count,
-        TOKENS=tokens_of_tile,
-        BLOCK=_SCAN,
-        num_warps=4,
-    )
+    sizes = {"TOKENS": tokens_of_tile, "BLOCK": _SCAN}
+    call_kernel(_tiles_kernel, (1,), token_rows_T, out, tokens, count, **sizes)
     return out
 
 
@@ -234,63 +221,23 @@ def prefill_attention(
         partial = q_THD.new_empty((*shape, e) if apart else 1, dtype=torch.float32)
         grid = (*grid, parts if apart else 1)
     call_kernel(
-        _attention_kernel,
-        grid,
-        q_THD,
-        *views,
-        form.sinks,
-        block_tables,
-        batch.token_rows,
-        batch.positions,
-        tiles,
-        out,
-        maxima,
-        sums,
-        partial,
-        form.scale,
-        q_THD.stride(0),
-        q_THD.stride(1),
-        block_tables.stride(0),
+        _attention_kernel, grid,
+        q_THD, *views, form.sinks, block_tables, batch.token_rows, batch.positions, tiles, out,
+        maxima, sums, partial, form.scale, q_THD.stride(0), q_THD.stride(1), block_tables.stride(0),
         parts,
-        G=g,
-        GROUP=group,
-        HEADS=heads,
-        D=d,
-        E=e,
-        BLOCK_M=tiling.block_m,
-        BLOCK_N=tiling.block_n,
-        BLOCK_D=block_d,
-        BLOCK_REST=block_rest,
-        BLOCK_E=padded(e),
-        BLOCK_SIZE=batch.block_size,
-        WINDOW=form.window,
-        CHUNK=form.chunk,
-        SOFTCAP=form.softcap,
-        STORAGE=form.storage,
-        NATIVE_FP8=fp8_is_native(),
-        LATENT=latent,
-        SPLIT=tiling.split,
-        num_warps=tiling.num_warps,
-        num_stages=tiling.num_stages,
-    )
+        num_warps=tiling.num_warps, num_stages=tiling.num_stages, G=g, GROUP=group, HEADS=heads,
+        D=d, E=e, BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n, BLOCK_D=block_d,
+        BLOCK_REST=block_rest, BLOCK_E=padded(e), BLOCK_SIZE=batch.block_size, WINDOW=form.window,
+        CHUNK=form.chunk, SOFTCAP=form.softcap, STORAGE=form.storage, NATIVE_FP8=fp8_is_native(),
+        LATENT=latent, SPLIT=tiling.split,
+    )  # fmt: skip
     if len(grid) == 3 and grid[2] > 1:
         call_kernel(
-            _combine_parts,
-            (t, h),
-            maxima,
-            sums,
-            partial,
-            form.sinks,
-            batch.positions,
-            out,
-            form.scale,
-            parts,
-            H=h,
-            E=e,
-            BLOCK_E=padded(e),
-            SPLIT=tiling.split,
+            _combine_parts, (t, h),
+            maxima, sums, partial, form.sinks, batch.positions, out, form.scale, parts,
+            H=h, E=e, BLOCK_E=padded(e), SPLIT=tiling.split,
             PLAIN=form.softcap == 0.0 and form.storage == "model",
-        )
+        )  # fmt: skip
     return out
 
 

@@ -28,15 +28,13 @@ from .linear import SCALE_BLOCK, STORAGES, GpuLinear
 
 __all__ = [
     "CacheViews",
+    "as_numbers",
+    "as_operand",
     "cache_views",
     "fp8_is_native",
     "kernel_weight",
-    "load_channels",
     "load_numbers",
     "load_scales",
-    "may_prefetch",
-    "operation_name",
-    "quantised",
     "scale_offset",
     "store_vectors",
     "vector_offset",
@@ -195,12 +193,6 @@ def store_vectors(  # type: ignore[no-untyped-def]
     return stored
 
 
-def operation_name(specialization: Any) -> str:
-    """Name of a compiled kernel, as profilers show it: the operation's."""
-    name: str = specialization.constants["NAME"]
-    return name
-
-
 def kernel_weight(linear: GpuLinear) -> tuple[Tensor, dict[str, Any]]:
     """A weight as kernels take it (fp8 as its bits), and the constants that describe it."""
     weight = linear.weight
@@ -208,28 +200,65 @@ def kernel_weight(linear: GpuLinear) -> tuple[Tensor, dict[str, Any]]:
     blocks = 0
     if linear.scales is not None and linear.scales.dim() == 2:
         blocks = -(-weight.shape[1] // SCALE_BLOCK)
-    constants = {
-        "STORAGE": storage,
-        "NATIVE_FP8": fp8_is_native(),
-        "SCALE_BLOCKS": blocks,
-    }
+    constants = {"STORAGE": storage, "NATIVE_FP8": fp8_is_native(), "SCALE_BLOCKS": blocks}
     return (weight.view(torch.uint8) if storage == "fp8" else weight), constants
 
 
-def may_prefetch(tensor: Tensor) -> bool:
-    """Whether all rows begin and end at multiples of 16 bytes, as a prefetch takes them."""
-    on_meta = tensor.device.type == "meta"  # which has no addresses
-    aligned = on_meta or tensor.data_ptr() % 16 == 0
-    return aligned and tensor.shape[-1] * tensor.element_size() % 16 == 0
+@triton.jit
+def as_numbers(tile, STORAGE: tl.constexpr, NATIVE_FP8: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Stored weights in float32, without their scales: of words, all that they hold.
+
+    Words are int32 and hold the elements that stand in them in memory, the lowest bits first; a
+    tile `[..., W]` makes `[..., W * elements of a word]`. As a loop carries a tile from one pass to
+    the next, each element of a tile of smaller elements would take a register of its own, and
+    putting them there would wait for them.
+    """
+    if tile.dtype == tl.int32:
+        if STORAGE == "float32":
+            numbers = tile.to(tl.float32, bitcast=True)
+        elif STORAGE == "bfloat16":
+            low = (tile << 16).to(tl.float32, bitcast=True)
+            numbers = _interleaved(low, (tile & -65536).to(tl.float32, bitcast=True))
+        elif STORAGE == "float16":
+            low = tile.to(tl.int16).to(tl.float16, bitcast=True)
+            high = (tile >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+            numbers = _interleaved(low, high).to(tl.float32)
+        else:
+            even = _interleaved(tile, tile >> 16)
+            numbers = _byte_numbers(_interleaved(even, even >> 8).to(tl.uint8), STORAGE, NATIVE_FP8)
+    elif STORAGE == "fp8" or STORAGE == "int8":
+        numbers = _byte_numbers(tile.to(tl.uint8, bitcast=True), STORAGE, NATIVE_FP8)
+    else:
+        numbers = tile.to(tl.float32)
+    return numbers
 
 
 @triton.jit
-def load_channels(scale_ptr, bias_ptr, weight_n, SCALE_BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What sums of features are multiplied by, and what is added."""
-    scales = 1.0
-    if scale_ptr is not None and not SCALE_BLOCKS:
-        scales = tl.load(scale_ptr + weight_n)
-    bias = 0.0
-    if bias_ptr is not None:
-        bias = tl.load(bias_ptr + weight_n).to(tl.float32)
-    return scales, bias
+def as_operand(  # type: ignore[no-untyped-def]
+    tile, STORAGE: tl.constexpr, NATIVE_FP8: tl.constexpr, dtype: tl.constexpr
+):
+    """Stored weights in the model's dtype, in which numbers of 8 bits are exact."""
+    if STORAGE == "int8" or STORAGE == "fp8":
+        operand = as_numbers(tile, STORAGE, NATIVE_FP8).to(dtype)
+    else:
+        operand = tile
+    return operand
+
+
+@triton.jit
+def _interleaved(first, second):  # type: ignore[no-untyped-def]
+    """`[A, B, C]` twice as `[A, B, 2 * C]`, an element of each in turn."""
+    pairs = tl.join(first, second)
+    return tl.reshape(pairs, [first.shape[0], first.shape[1], first.shape[2] * 2])
+
+
+@triton.jit
+def _byte_numbers(byte, STORAGE: tl.constexpr, NATIVE_FP8: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The numbers of bits (uint8) in float32."""
+    if STORAGE == "fp8":
+        numbers = decode_fp8(byte, NATIVE_FP8)
+    else:
+        # Processors convert few integers a cycle. 2**23 + 128 + i has i + 128 as its lowest bits.
+        bits = (byte ^ 0x80).to(tl.int32) | 0x4B000000
+        numbers = bits.to(tl.float32, bitcast=True) - 8388736.0
+    return numbers

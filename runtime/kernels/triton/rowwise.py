@@ -1,7 +1,7 @@
-"""Norms and activations as kernels of their own, around products that do not apply them.
+"""Norms and activations: device functions of products, and kernels around products without them.
 
-Shapes: T rows, D features, F features of gate and of up.
-
+Shapes: T rows, D or K features, F features of gate and of up. An `EVEN` tile has no feature outside
+of K, so it needs no masks.
 """
 
 from __future__ import annotations
@@ -15,14 +15,20 @@ from torch import Tensor
 from ..ops.activation import Activate, gated_activation
 from .kernel_calls import call_kernel, let_dependents_start, wait_for_inputs
 from .linear import GpuNorm, Pending, reference_norm
-from .linear_tiles import activate, input_tile, row_statistics
 
 __all__ = [
+    "activate",
     "activate_rows",
     "activation_constants",
+    "input_tile",
+    "load_tile",
+    "norm_arguments",
     "norm_rows",
+    "normed",
     "reference_activate_rows",
     "reference_norm_rows",
+    "row_statistics",
+    "scaled",
 ]
 
 _BLOCK = 4096
@@ -30,11 +36,127 @@ _BLOCK = 4096
 
 
 @triton.jit
+def load_tile(pointers, mask, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What stands there; 0 where masked, whatever the memory holds."""
+    return tl.load(pointers) if EVEN else tl.load(pointers, mask=mask, other=0)
+
+
+@triton.jit
+def normed(x, reciprocal, weight, dtype: tl.constexpr, OFFSET: tl.constexpr):  # type: ignore[no-untyped-def]
+    """`ops.norms.RMSNorm` of float32 `x`, rounded to `dtype`, in float32."""
+    x = x * reciprocal
+    out = x * (1.0 + weight) if OFFSET else x.to(dtype).to(tl.float32) * weight
+    return out.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def pending_tile(  # type: ignore[no-untyped-def]
+    x_ptr, delta_ptr, post_ptr, rows, k, mask, post_reciprocal,
+    K: tl.constexpr, EVEN: tl.constexpr, POST_OFFSET: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """Input features `k` of `rows` in float32, what was pending added."""
+    x = load_tile(x_ptr + rows * K + k, mask, EVEN).to(tl.float32)
+    if delta_ptr is not None:
+        delta = load_tile(delta_ptr + rows * K + k, mask, EVEN).to(tl.float32)
+        weight = load_tile(post_ptr + k, k < K, EVEN).to(tl.float32)
+        delta = normed(delta, post_reciprocal, weight, dtype, POST_OFFSET)
+        x = (x + delta).to(dtype).to(tl.float32)
+    return x
+
+
+@triton.jit
+def input_tile(  # type: ignore[no-untyped-def]
+    x_ptr, delta_ptr, post_ptr, rows, k, mask, reciprocal, post_reciprocal, weight,
+    K: tl.constexpr, EVEN: tl.constexpr, NORM: tl.constexpr, OFFSET: tl.constexpr,
+    POST_OFFSET: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """What the weights are multiplied by: `pending_tile`, normed where there is a norm."""
+    x = pending_tile(
+        x_ptr, delta_ptr, post_ptr, rows, k, mask, post_reciprocal, K, EVEN, POST_OFFSET, dtype
+    )  # fmt: skip
+    if NORM:
+        x = normed(x, reciprocal, weight.to(tl.float32), dtype, OFFSET)
+    return x
+
+
+@triton.jit
+def row_statistics(  # type: ignore[no-untyped-def]
+    x_ptr, delta_ptr, post_ptr, sum_ptr, rows, valid, writes, eps, post_eps,
+    K: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, POST_OFFSET: tl.constexpr,
+    dtype: tl.constexpr,
+):  # fmt: skip
+    """Reciprocals of the root mean squares of `rows` [R] and of what is pending for them.
+
+    A program that `writes` stores the sums of both in `sum_ptr` where rows are `valid`. Rows that
+    are not are rows of the input too, so that they need no mask.
+    """
+    EVEN: tl.constexpr = K % BLOCK == 0
+    reciprocal = tl.zeros(rows.shape, tl.float32)
+    post_reciprocal = tl.zeros(rows.shape, tl.float32)
+    if delta_ptr is not None:
+        squares = tl.zeros(rows.shape, tl.float32)
+        for start in range(0, K, BLOCK):
+            k = start + tl.arange(0, BLOCK)[None, :]
+            delta = load_tile(delta_ptr + rows[:, None] * K + k, k < K, EVEN).to(tl.float32)
+            squares += tl.sum(delta * delta, axis=1)
+        post_reciprocal = tl.rsqrt(squares / K + post_eps)
+    if NORM or delta_ptr is not None:
+        squares = tl.zeros(rows.shape, tl.float32)
+        for start in range(0, K, BLOCK):
+            k = start + tl.arange(0, BLOCK)[None, :]
+            x = pending_tile(
+                x_ptr, delta_ptr, post_ptr, rows[:, None], k, k < K, post_reciprocal[:, None],
+                K, EVEN, POST_OFFSET, dtype,
+            )  # fmt: skip
+            squares += tl.sum(x * x, axis=1)
+            if delta_ptr is not None:
+                mask = (k < K) & valid[:, None] & writes
+                tl.store(sum_ptr + rows[:, None] * K + k, x.to(dtype), mask=mask)
+        reciprocal = tl.rsqrt(squares / K + eps)
+    return reciprocal, post_reciprocal
+
+
+@triton.jit
+def activate(  # type: ignore[no-untyped-def]
+    gate, up, GELU: tl.constexpr, dtype: tl.constexpr, LIMIT: tl.constexpr = 0.0,
+    ALPHA: tl.constexpr = 1.0, UP_OFFSET: tl.constexpr = 0.0,
+):  # fmt: skip
+    """`act(gate) * up` of float32 numbers, each result rounded to `dtype`, in float32.
+
+    The last three constants are traits of `Activate`.
+    """
+    gate = gate.to(dtype).to(tl.float32)
+    up = up.to(dtype).to(tl.float32)
+    if LIMIT > 0.0:  # NaN stays NaN
+        gate = tl.where(gate > LIMIT, LIMIT, gate).to(dtype).to(tl.float32)
+        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+        up = up.to(dtype).to(tl.float32)
+    if UP_OFFSET != 0.0:
+        up = (up + UP_OFFSET).to(dtype).to(tl.float32)
+    if ALPHA != 1.0 and not GELU:
+        logit = (gate * ALPHA).to(dtype).to(tl.float32)
+        active = gate * (1.0 / (1.0 + tl.exp(-logit))).to(dtype).to(tl.float32)
+    else:
+        # (1 + tanh(u)) / 2 is the logistic function of 2 u, u = sqrt(2 / pi) (x + 0.044715 x^3).
+        logit = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate) if GELU else gate
+        active = gate / (1.0 + tl.exp(-logit))
+    return active.to(dtype).to(tl.float32) * up
+
+
+@triton.jit
+def scaled(x, SCALE: tl.constexpr, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    """`SCALE` times float32 `x`, both rounded to `dtype`, in float32; 1: x as it is."""
+    if SCALE != 1.0:
+        x = (x.to(dtype).to(tl.float32) * SCALE).to(dtype).to(tl.float32)
+    return x
+
+
+@triton.jit
 def norm_kernel(  # type: ignore[no-untyped-def]
     x_ptr, delta_ptr, post_ptr, sum_ptr, norm_ptr, out_ptr, eps, post_eps, K: tl.constexpr,
     BLOCK: tl.constexpr, OFFSET: tl.constexpr, POST_OFFSET: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program norms one row."""
+    """Program (row): the norm of one row."""
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     NORM: tl.constexpr = norm_ptr is not None
     EVEN: tl.constexpr = K % BLOCK == 0
@@ -60,6 +182,17 @@ def norm_kernel(  # type: ignore[no-untyped-def]
         tl.store(out_ptr + row[:, None] * K + k, x.to(dtype), mask=k < K)
 
 
+def norm_arguments(
+    norm: GpuNorm | None, pending: Pending | None
+) -> tuple[tuple[Tensor | None, ...], tuple[float, float], dict[str, bool]]:
+    """Return what is added and normed as kernels take it: tensors, epsilons and constants."""
+    weight, eps, offset = (None, 0.0, False) if norm is None else norm
+    if pending is None:
+        return (None, None, None, weight), (eps, 0.0), {"OFFSET": offset, "POST_OFFSET": False}
+    post, constants = pending.norm, {"OFFSET": offset, "POST_OFFSET": pending.norm.offset}
+    return (pending.delta, post.weight, pending.out, weight), (eps, post.eps), constants
+
+
 def norm_rows(
     x_TD: Tensor, norm: GpuNorm | None, out_TD: Tensor, pending: Pending | None = None
 ) -> None:
@@ -68,23 +201,11 @@ def norm_rows(
     All contiguous; `out_TD` is a tensor of its own. Without `norm` the rows are not normed.
     """
     rows, k = x_TD.shape
-    post = None if pending is None else pending.norm
+    tensors, epsilons, constants = norm_arguments(norm, pending)
     call_kernel(
-        norm_kernel,
-        (rows,),
-        x_TD,
-        None if pending is None else pending.delta,
-        None if post is None else post.weight,
-        None if pending is None else pending.out,
-        None if norm is None else norm.weight,
-        out_TD,
-        0.0 if norm is None else norm.eps,
-        0.0 if post is None else post.eps,
-        K=k,
-        BLOCK=min(_BLOCK, triton.next_power_of_2(k)),
-        OFFSET=norm is not None and norm.offset,
-        POST_OFFSET=post is not None and post.offset,
-    )
+        norm_kernel, (rows,), x_TD, *tensors, out_TD, *epsilons,
+        K=k, BLOCK=min(_BLOCK, triton.next_power_of_2(k)), **constants,
+    )  # fmt: skip
 
 
 def reference_norm_rows(
@@ -100,16 +221,13 @@ def reference_norm_rows(
 _BLOCK_F = 1024
 
 
-def activation_constants(activate: Activate | None) -> dict[str, Any]:
+def activation_constants(act: Activate | None) -> dict[str, Any]:
     """Return a gated activation as kernels take it."""
-    if activate is None:
-        return {"GELU": False, "LIMIT": 0.0, "ALPHA": 1.0, "UP_OFFSET": 0.0}
-    return {
-        "GELU": activate.function == "gelu_tanh",
-        "LIMIT": activate.limit,
-        "ALPHA": activate.alpha,
-        "UP_OFFSET": activate.up_offset,
-    }
+    gelu = act is not None and act.function == "gelu_tanh"
+    limit, alpha, up_offset = (
+        (0.0, 1.0, 0.0) if act is None else (act.limit, act.alpha, act.up_offset)
+    )
+    return {"GELU": gelu, "LIMIT": limit, "ALPHA": alpha, "UP_OFFSET": up_offset}
 
 
 @triton.jit

@@ -1,23 +1,23 @@
 """The samplers of a GPU: two kernels for all sampling parameters, two for greedy sampling.
 
-Shapes: B rows of the step, R rows of the state, V vocabulary. The references in plain torch are
-`sample_full`, `sample_drafted` and `sample_greedy` in `runtime/sampling/reference_sampler.py`; with
-masks, of logits after `mask_logits`.
+Shapes: B or T rows of the step, R rows of the state, V vocabulary, C chunks of neighbouring tokens.
+The references in plain torch are `sample_full`, `sample_drafted` and `sample_greedy` in
+`runtime/sampling/reference_sampler.py`; with masks, of logits after `mask_logits`.
 """
 
 from __future__ import annotations
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
-from ..ops.batch import Feedback
+from ..ops.batch import NON_FINITE, Feedback
 from ..ops.token_masks import MASK_BITS, LaneMasks
-from .greedy import best_of_chunks, pick_greedy
-from .kernel_calls import call_kernel
-from .sampler_kernels import chunk_statistics, finish_rows
+from .kernel_calls import call_kernel, let_dependents_start, wait_for_inputs
+from .sampler_kernels import chunk_statistics, finish_rows, masked_chunk
 
-__all__ = ["full_rows", "greedy_rows"]
+__all__ = ["best_of_chunks", "full_rows", "greedy_rows", "pick_greedy"]
 
 _CHUNK = 1024
 """Tokens of a program that reads logits: 126 programs for one row of a vocabulary of 128k."""
@@ -33,11 +33,6 @@ _CAPACITY = 4096
 
 _LEAST_LANES = 16
 """Tokens of a row of a verify step: up to as many have the same kernels."""
-
-
-def _warps(chunks: int) -> int:
-    """Return the warps of a program. 8 spill registers on sm_80 above 131,072 tokens."""
-    return 8 if chunks <= 128 else 16
 
 
 def full_rows(
@@ -110,11 +105,14 @@ def full_rows(
         *given, *statistics, *inputs, *own, lists, masses, found, *outputs,
         *((None, None) if feed is None else (feed.token_ids, feed.state_positions)),
         vocab_size, logits_BV.stride(0), advance, chunks, reals.shape[0] - 1,
-        num_warps=_warps(chunks),
+        num_warps=8 if chunks <= 128 else 16,  # 8 spill registers on sm_80 above 131,072 tokens
         NUM_TOP=outputs[2].shape[1], BLOCK=block, SUB=run,
         CHUNKS=triton.next_power_of_2(chunks), ALL_RUNS=all_runs, CAP=capacity,
         LANES=max(_LEAST_LANES, triton.next_power_of_2(tokens_per_row)),
     )  # fmt: skip
+
+
+# Greedy ------------------------------------------------------------------------------------------
 
 
 def greedy_rows(
@@ -126,3 +124,96 @@ def greedy_rows(
     """
     maxima_BC, ids_BC = best_of_chunks(logits_BV.contiguous(), masks)
     return pick_greedy(maxima_BC, ids_BC, feed)
+
+
+def best_of_chunks(logits_TV: Tensor, masks: LaneMasks | None = None) -> tuple[Tensor, Tensor]:
+    """Return the largest of each chunk of 1024 contiguous logits and its token, `[T, C]`.
+
+    Maxima are float32 (+inf if the chunk holds NaN), tokens int32, of equal logits the lowest. With
+    `masks`, the largest of those that the mask of the lane allows.
+    """
+    tokens, vocab_size = logits_TV.shape
+    assert logits_TV.is_contiguous()
+    chunks = triton.cdiv(vocab_size, _CHUNK)
+    maxima_TC = torch.empty(tokens, chunks, dtype=torch.float32, device=logits_TV.device)
+    ids_TC = torch.empty(tokens, chunks, dtype=torch.int32, device=logits_TV.device)
+    own = (None, None, 0) if masks is None else (*masks, masks.bits.stride(0))
+    grid = (tokens, chunks)
+    call_kernel(_best_of_chunks, grid, logits_TV, maxima_TC, ids_TC, *own, vocab_size, CHUNK=_CHUNK)
+    return maxima_TC, ids_TC
+
+
+@triton.jit
+def _best_of_chunks(  # type: ignore[no-untyped-def]
+    logits_ptr, best_ptr, best_id_ptr, words_ptr, mask_rows_ptr, words_stride, V,
+    CHUNK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (row, chunk): finds the largest logit that is allowed."""
+    wait_for_inputs(PDL)
+    let_dependents_start(PDL)
+    row, chunk = tl.program_id(0), tl.program_id(1)
+    token = chunk * CHUNK + tl.arange(0, CHUNK)
+    pointers = logits_ptr + row.to(tl.int64) * V + token
+    logits = tl.load(pointers, mask=token < V, other=0.0).to(tl.float32)
+    if words_ptr is not None:
+        words_ptr += tl.load(mask_rows_ptr + row) * words_stride
+        logits, _ = masked_chunk(logits, words_ptr, chunk, token, V, CHUNK)
+    # NaN counts as +inf, whatever `tl.max` does with NaN.
+    logits = tl.where(logits == logits, logits, float("inf"))
+    logits = tl.where(token < V, logits, float("-inf"))
+    largest = tl.max(logits, axis=0, keep_dims=True)
+    best_id = tl.min(tl.where((logits == largest) & (token < V), token, V - 1), axis=0)
+    best = tl.max(logits, axis=0)
+    place = row * tl.num_programs(1) + chunk
+    tl.store(best_ptr + place, best)
+    tl.store(best_id_ptr + place, best_id)
+
+
+def pick_greedy(maxima_TC: Tensor, ids_TC: Tensor, feed: Feedback | None = None) -> Tensor:
+    """Return the best token of each row, int64 `[T]`; of equal ones the lowest id.
+
+    `NON_FINITE` where a maximum is +inf or all of them are -inf. The arguments are what
+    `best_of_chunks` returns, with chunks in the order of the vocabulary; tokens go to `feed`, too.
+    """
+    rows, chunks = maxima_TC.shape
+    tokens_T = torch.empty(rows, dtype=torch.int64, device=maxima_TC.device)
+    call_kernel(
+        _pick_greedy, (rows,),
+        maxima_TC, ids_TC, *((None,) * 4 if feed is None else feed), tokens_T, chunks,
+        0 if feed is None else feed.token_ids.shape[0] - 1,
+        BLOCK=min(1024, triton.next_power_of_2(chunks)),
+    )  # fmt: skip
+    return tokens_T
+
+
+_NON_FINITE = tl.constexpr(NON_FINITE)
+
+
+@triton.jit
+def _pick_greedy(  # type: ignore[no-untyped-def]
+    maxima_ptr, ids_ptr, rows_ptr, positions_ptr, token_ids_ptr, state_positions_ptr, tokens_ptr,
+    chunks, null_row, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0)
+    wait_for_inputs(PDL)
+    let_dependents_start(PDL)
+    lane = tl.arange(0, BLOCK)
+    best = tl.full([BLOCK], float("-inf"), tl.float32)
+    best_at = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, chunks, BLOCK):
+        at = start + lane
+        inside = at < chunks
+        value = tl.load(maxima_ptr + token * chunks + at, mask=inside, other=float("-inf"))
+        better = value > best  # no later chunk replaces an equal one
+        best = tl.where(better, value, best)
+        best_at = tl.where(better, at, best_at)
+    largest = tl.max(best, 0)
+    chunk = tl.min(tl.where(best == largest, best_at, chunks - 1), 0)
+    picked = tl.load(ids_ptr + token * chunks + chunk).to(tl.int64)
+    sound = (largest > float("-inf")) & (largest < float("inf"))
+    tl.store(tokens_ptr + token, tl.where(sound, picked, _NON_FINITE))
+    if rows_ptr is not None:
+        row = tl.load(rows_ptr + token)
+        position = tl.load(positions_ptr + token) + 1
+        tl.store(token_ids_ptr + row, tl.where(sound, picked, 0))
+        tl.store(state_positions_ptr + row, tl.where(row == null_row, 0, position))

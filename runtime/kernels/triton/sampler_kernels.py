@@ -1,31 +1,23 @@
-"""The weight from which top-k and top-p keep tokens, by search: pieces of the sampler's kernels.
-
-Shapes: a run is SUB neighbouring tokens; passes over runs take CAP tokens at a time.
-
-A weight is exp((logit - best) / temperature). Those of a distribution are at most 1, and the bit
-patterns of floats that are not negative are ordered like their values. A threshold is found in
-three steps, each of which leaves fewer weights to the next: from what is known of each run
-(`lower_bound`), in passes over the runs that reach it, and among at most CAP weights that stay in
-registers (`highest_that_holds`). A pass settles two bits with three tests.
-
-Token counts of rows with penalties in a verify step: `sample_drafted` in `runtime/sampling/`.
-
-Lane b of a verify step follows the token `inputs[b]`; N lanes belong to a row, the first of which
-follows its newest token and the others its drafts. Lanes of padding come last, with another row.
-
-While lanes are drawn, the counts of a row are those of the tokens before the step: each lane adds
-the drafts that precede it to what it reads. In the end the last lane of the row counts what was
-accepted.
-
-The two Triton kernels of the full sampler; `sampler.py` launches them.
+"""The two Triton kernels of the full sampler; `sampler.py` launches them.
 
 Shapes: B rows of the step, V vocabulary, R rows of the state. A chunk is BLOCK neighbouring tokens,
-a run SUB of them. The last chunk is padded with -inf.
+a run SUB of them; passes over runs take CAP tokens at a time. The last chunk is padded with -inf.
 
 `chunk_statistics` reads every logit once, a program a chunk. `finish_rows` has two programs a row,
 one for the token and one for the highest log-probabilities. They read the statistics of each run
-and the tokens of those runs only that can matter. The threshold of top-k and top-p is searched
-among bit patterns of weights.
+and the tokens of those runs only that can matter.
+
+A weight is exp((logit - best) / temperature). Those of a distribution are at most 1, and the bit
+patterns of floats that are not negative are ordered like their values. The threshold of top-k and
+top-p is found in three steps, each of which leaves fewer weights to the next: from what is known of
+each run (`_lower_bound`), in passes over the runs that reach it, and among at most CAP weights that
+stay in registers (`_highest_that_holds`). A pass settles two bits with three tests.
+
+Lane b of a verify step follows the token `inputs[b]`; N lanes belong to a row, the first of which
+follows its newest token and the others its drafts. Lanes of padding come last, with another row.
+While lanes are drawn, the counts of a row are those of the tokens before the step: each lane adds
+the drafts that precede it to what it reads. In the end the last lane of the row counts what was
+accepted. See `sample_drafted` in `runtime/sampling/`.
 
 In steps without token masks `words_ptr` is None, and in other than verify steps `inputs_ptr` is:
 what they need is then not part of the kernels.
@@ -37,36 +29,48 @@ import triton
 import triton.language as tl
 
 from ..ops.batch import NON_FINITE
-from .greedy import forbid, masked_chunk
 from .kernel_calls import let_dependents_start, wait_for_inputs
 
-__all__ = [
-    "add_drafts",
-    "chunk_statistics",
-    "count_accepted",
-    "finish_rows",
-    "finite_or_zero",
-    "highest_that_holds",
-    "keep",
-    "lower_bound",
-    "mass_from",
-    "weigh",
-]
+__all__ = ["chunk_statistics", "finish_rows", "masked_chunk"]
 
 _ONE = tl.constexpr(0x3F800000)  # the bit pattern of 1.0
-# What `lower_bound` knows of the mass of a run is at most this factor too much: sums of 128 weights
-# are exact to 1e-6, and their rounding is set against the largest weight, at least 1/128 of them.
+# The mass of a run in `_lower_bound` is at most this factor too much: sums of 128 weights are exact
+# to 1e-6, and their rounding is set against the largest weight, at least 1/128 of them.
 _MARGIN = tl.constexpr(1.00025)
 
 
 @triton.jit
-def finite_or_zero(x):  # type: ignore[no-untyped-def]
+def _forbid(logits, words, token):  # type: ignore[no-untyped-def]
+    """The logits of tokens, -inf for those whose bit is not set. NaN and +inf of these become NaN,
+    so that they are still detected. `words` holds the word of each token."""
+    return tl.where(((words >> (token & 31)) & 1) != 0, logits, logits + float("-inf"))
+
+
+@triton.jit
+def masked_chunk(logits, words_ptr, chunk, token, V, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The logits of the BLOCK tokens of a chunk after `_forbid`, and whether the mask forbids any.
+
+    Chunks of at least 32 tokens, or the only one. Where all bits are set, as in lanes without a
+    grammar, the words are all that is read.
+    """
+    WORDS: tl.constexpr = (BLOCK + 31) // 32
+    word = chunk * WORDS + tl.arange(0, WORDS)
+    words = tl.load(words_ptr + word, mask=word < (V + 31) // 32, other=-1)
+    restricted = tl.max((words != -1).to(tl.int32), 0)
+    if restricted != 0:
+        own = tl.load(words_ptr + (token >> 5), mask=token < V, other=-1)
+        logits = _forbid(logits, own, token)
+    return logits, restricted
+
+
+@triton.jit
+def _finite_or_zero(x):  # type: ignore[no-untyped-def]
     """`x`, or 0 where subtracting it would make NaN of infinities."""
     return tl.where((x > float("-inf")) & (x < float("inf")), x, 0.0)
 
 
 @triton.jit
-def weigh(logits, base, divisor):  # type: ignore[no-untyped-def]
+def _weigh(logits, base, divisor):  # type: ignore[no-untyped-def]
     """exp((logits - base) / divisor), and 0 for NaN. The difference comes first: then no
     temperature overflows. The same logit has the same weight wherever it is computed."""
     weights = tl.exp(tl.div_rn(logits - base, tl.zeros_like(logits) + divisor))
@@ -74,7 +78,7 @@ def weigh(logits, base, divisor):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def lower_bound(  # type: ignore[no-untyped-def]
+def _lower_bound(  # type: ignore[no-untyped-def]
     highest, masses, top_k, top_p, V, SUB: tl.constexpr
 ):  # fmt: skip
     """A bit pattern that the threshold of top-k, or of top-p without it, is not below.
@@ -99,37 +103,34 @@ def lower_bound(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _tile(  # type: ignore[no-untyped-def]
-    start, wanted_ptr, list_ptr, count, base, divisor, SUB: tl.constexpr, CAP: tl.constexpr
-):  # fmt: skip
+def _tile(start, listed, SUB: tl.constexpr, CAP: tl.constexpr):  # type: ignore[no-untyped-def]
     """Weights of the listed runs from `start` on, `[CAP / SUB, SUB]`, 0 after the last one."""
+    wanted_ptr, list_ptr, count, base, divisor = listed
     q = start + tl.arange(0, CAP // SUB)
     run = tl.load(list_ptr + q, mask=q < count, other=0)
     token = run[:, None] * SUB + tl.arange(0, SUB)[None, :]
     wanted = tl.load(wanted_ptr + token, mask=(q < count)[:, None], other=float("-inf"))
-    return weigh(wanted, base, divisor)
+    return _weigh(wanted, base, divisor)
 
 
 @triton.jit
-def mass_from(  # type: ignore[no-untyped-def]
-    bits, wanted_ptr, list_ptr, count, base, divisor, SUB: tl.constexpr, CAP: tl.constexpr
-):  # fmt: skip
+def _mass_from(bits, listed, SUB: tl.constexpr, CAP: tl.constexpr):  # type: ignore[no-untyped-def]
     """The mass of the weights of listed runs from a bit pattern on, float64."""
     mass = tl.full([], 0.0, tl.float64)
-    for start in range(0, count, CAP // SUB):
-        weights = _tile(start, wanted_ptr, list_ptr, count, base, divisor, SUB, CAP)
+    for start in range(0, listed[2], CAP // SUB):
+        weights = _tile(start, listed, SUB, CAP)
         mass += tl.sum(tl.where(weights.to(tl.int32, bitcast=True) >= bits, weights, 0.0))
     return mass
 
 
 @triton.jit
-def keep(  # type: ignore[no-untyped-def]
-    threshold, wanted_ptr, list_ptr, masses_ptr, count, base, divisor, SUB: tl.constexpr,
-    CAP: tl.constexpr,
+def _keep(  # type: ignore[no-untyped-def]
+    threshold, masses_ptr, listed, SUB: tl.constexpr, CAP: tl.constexpr
 ):  # fmt: skip
     """Write the mass that each listed run has from the threshold on."""
+    count = listed[2]
     for start in range(0, count, CAP // SUB):
-        weights = _tile(start, wanted_ptr, list_ptr, count, base, divisor, SUB, CAP)
+        weights = _tile(start, listed, SUB, CAP)
         q = start + tl.arange(0, CAP // SUB)
         kept = tl.sum(tl.where(weights >= threshold, weights, 0.0), 1)
         tl.store(masses_ptr + q, kept, mask=q < count)
@@ -159,13 +160,13 @@ def _quarter(held, lo, hi, at_1, at_2, at_3):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def highest_that_holds(  # type: ignore[no-untyped-def]
-    lo, goal, BY_COUNT: tl.constexpr, wanted_ptr, list_ptr, found_ptr, count, base, divisor,
-    SUB: tl.constexpr, CAP: tl.constexpr,
+def _highest_that_holds(  # type: ignore[no-untyped-def]
+    lo, goal, found_ptr, listed, BY_COUNT: tl.constexpr, SUB: tl.constexpr, CAP: tl.constexpr
 ):  # fmt: skip
     """The highest bit pattern from `lo` to that of 1 from which weights hold `goal`, float64: as
     many, if `BY_COUNT`, else a mass. At `lo` they do, and all of them are in listed runs. At
     `found_ptr` there is room for CAP int32."""
+    count = listed[2]
     hi = tl.full([], _ONE + 1, tl.int32)
     number_lo = count * SUB
     number_hi = count * 0
@@ -178,7 +179,7 @@ def highest_that_holds(  # type: ignore[no-untyped-def]
         n_2 = count * 0
         n_3 = count * 0
         for start in range(0, count, CAP // SUB):
-            weights = _tile(start, wanted_ptr, list_ptr, count, base, divisor, SUB, CAP)
+            weights = _tile(start, listed, SUB, CAP)
             bits = weights.to(tl.int32, bitcast=True)
             amounts = _amounts(weights, BY_COUNT)
             a_1 += tl.sum(tl.where(bits >= c_1, amounts, 0.0))
@@ -195,7 +196,7 @@ def highest_that_holds(  # type: ignore[no-untyped-def]
     found = count * 0
     tl.debug_barrier()
     for start in range(0, count, CAP // SUB):
-        weights = _tile(start, wanted_ptr, list_ptr, count, base, divisor, SUB, CAP)
+        weights = _tile(start, listed, SUB, CAP)
         bits = weights.to(tl.int32, bitcast=True)
         above += tl.sum(tl.where(bits >= hi, _amounts(weights, BY_COUNT), 0.0))
         bits = tl.reshape(bits, [CAP])
@@ -218,7 +219,7 @@ def highest_that_holds(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def add_drafts(  # type: ignore[no-untyped-def]
+def _add_drafts(  # type: ignore[no-untyped-def]
     counts, token, start, inputs_ptr, lane, N, BLOCK: tl.constexpr
 ):  # fmt: skip
     """The counts of the BLOCK tokens from `start` on, with the drafts that precede a lane."""
@@ -231,7 +232,7 @@ def add_drafts(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def count_accepted(  # type: ignore[no-untyped-def]
+def _count_accepted(  # type: ignore[no-untyped-def]
     lane, row, tokens_ptr, rows_ptr, inputs_ptr, counts_ptr, arrived_ptr, N, LANES: tl.constexpr
 ):  # fmt: skip
     """Count the token of this lane as drawn; the last lane of the row adds the accepted tokens, and
@@ -310,7 +311,7 @@ def chunk_statistics(  # type: ignore[no-untyped-def]
     most = tl.max(maxima, 0)
     tl.store(raw_maxima_ptr + run, maxima)
     tl.store(raw_chunks_ptr + place, most)
-    tl.store(raw_totals_ptr + place, tl.sum(tl.exp(raw - finite_or_zero(most)), 0))
+    tl.store(raw_totals_ptr + place, tl.sum(tl.exp(raw - _finite_or_zero(most)), 0))
 
     wanted = raw
     banned = position < tl.load(integers_ptr + 2)
@@ -333,7 +334,7 @@ def chunk_statistics(  # type: ignore[no-untyped-def]
     if _penalised(reals_ptr):
         counts = tl.load(counts_ptr + row * V + token, mask=inside, other=0)
         if inputs_ptr is not None:
-            counts = add_drafts(counts, token, chunk * BLOCK, inputs_ptr, b, tokens_per_row, BLOCK)
+            counts = _add_drafts(counts, token, chunk * BLOCK, inputs_ptr, b, tokens_per_row, BLOCK)
             if (b % tokens_per_row == 0) & (chunk == 0):
                 tl.store(arrived_ptr + b // tokens_per_row, 0)
         repetition = tl.zeros_like(wanted) + tl.load(reals_ptr + 3)
@@ -349,7 +350,7 @@ def chunk_statistics(  # type: ignore[no-untyped-def]
     most = tl.max(maxima, 0)
     temperature = tl.load(reals_ptr)
     divisor = tl.where(temperature == 0.0, 1.0, temperature)
-    weights = weigh(wanted, finite_or_zero(most), divisor)
+    weights = _weigh(wanted, _finite_or_zero(most), divisor)
     tl.store(maxima_ptr + run, maxima)
     tl.store(sums_ptr + run, tl.sum(tl.reshape(weights, [RUNS, SUB]), 1))
     tl.store(chunks_ptr + place, most)
@@ -379,7 +380,7 @@ def finish_rows(  # type: ignore[no-untyped-def]
     known = chunk < chunks
     most = tl.load(raw_chunks_ptr + b * chunks + chunk, mask=known, other=float("-inf"))
     totals = tl.load(raw_totals_ptr + b * chunks + chunk, mask=known, other=0.0)
-    base = finite_or_zero(tl.max(most, 0))
+    base = _finite_or_zero(tl.max(most, 0))
     log_mass = base + tl.log(tl.sum(totals * tl.exp(most - base), 0))
 
     if part == 0:
@@ -398,7 +399,7 @@ def finish_rows(  # type: ignore[no-untyped-def]
         tl.store(logprobs_ptr + b, tl.load(logits_ptr + token).to(tl.float32) - log_mass)
         if inputs_ptr is not None:
             if _penalised(reals_ptr):
-                count_accepted(
+                _count_accepted(
                     b, row, tokens_ptr, rows_ptr, inputs_ptr, counts_ptr + row * V, arrived_ptr,
                     tokens_per_row, LANES,
                 )  # fmt: skip
@@ -437,11 +438,11 @@ def _token(  # type: ignore[no-untyped-def]
         wanted = tl.load(wanted_ptr + first * SUB + i)
         token = first * SUB + tl.min(tl.where(wanted == best, i, SUB - 1), 0)
     else:
-        base = finite_or_zero(best)
-        highest = tl.where(s < runs, weigh(maxima, base, temperature), 0.0)
+        base = _finite_or_zero(best)
+        highest = tl.where(s < runs, _weigh(maxima, base, temperature), 0.0)
         chunk_best = tl.load(chunks_ptr + s * SUB // BLOCK, mask=s < runs, other=float("-inf"))
         masses = tl.load(sums_ptr + s, mask=s < runs, other=0.0)
-        masses = masses * weigh(chunk_best, base, temperature)
+        masses = masses * _weigh(chunk_best, base, temperature)
         threshold = tl.load(reals_ptr + 2)
         top_k = tl.load(integers_ptr)
         top_p = tl.load(reals_ptr + 1)
@@ -449,25 +450,22 @@ def _token(  # type: ignore[no-untyped-def]
         if (top_k < V) | (top_p < 1.0) | (threshold > 0.0):
             least = threshold.to(tl.int32, bitcast=True)
             if (top_k < V) | (top_p < 1.0):
-                least = lower_bound(highest, masses, top_k, top_p, V, SUB)
+                least = _lower_bound(highest, masses, top_k, top_p, V, SUB)
             reaches = (highest.to(tl.int32, bitcast=True) >= least) & (s < runs)
             tl.store(list_ptr + tl.cumsum(reaches.to(tl.int32), 0) - 1, s, mask=reaches)
             count = tl.sum(reaches.to(tl.int32), 0)
             tl.debug_barrier()
             total = tl.sum(masses.to(tl.float64), 0)
+            runs_listed = (wanted_ptr, list_ptr, count, base, temperature)
             if top_k < V:
-                least = highest_that_holds(
-                    least, top_k.to(tl.float64), True, wanted_ptr, list_ptr, found_ptr, count,
-                    base, temperature, SUB, CAP,
-                )  # fmt: skip
-                total = mass_from(least, wanted_ptr, list_ptr, count, base, temperature, SUB, CAP)
+                goal = top_k.to(tl.float64)
+                least = _highest_that_holds(least, goal, found_ptr, runs_listed, True, SUB, CAP)
+                total = _mass_from(least, runs_listed, SUB, CAP)
             if top_p < 1.0:
-                least = highest_that_holds(
-                    least, top_p.to(tl.float64) * total, False, wanted_ptr, list_ptr, found_ptr,
-                    count, base, temperature, SUB, CAP,
-                )  # fmt: skip
+                mass = top_p.to(tl.float64) * total
+                least = _highest_that_holds(least, mass, found_ptr, runs_listed, False, SUB, CAP)
             threshold = tl.maximum(threshold, least.to(tl.float32, bitcast=True))
-            keep(threshold, wanted_ptr, list_ptr, masses_ptr, count, base, temperature, SUB, CAP)
+            _keep(threshold, masses_ptr, runs_listed, SUB, CAP)
             tl.debug_barrier()
             masses = tl.load(masses_ptr + s, mask=s < count, other=0.0)
             listed = count > 0
@@ -477,7 +475,7 @@ def _token(  # type: ignore[no-untyped-def]
         run, target = _first_above(masses, target, s)
         if listed:
             run = tl.load(list_ptr + run)
-        weights = weigh(tl.load(wanted_ptr + run * SUB + i), base, temperature)
+        weights = _weigh(tl.load(wanted_ptr + run * SUB + i), base, temperature)
         kept = tl.where(weights >= threshold, weights, 0.0).to(tl.float64)
         within, _ = _first_above(kept, target, i)
         token = run * SUB + within
@@ -552,7 +550,7 @@ def _top_tokens(  # type: ignore[no-untyped-def]
             logits = tl.load(logits_ptr + token, mask=known, other=float("-inf")).to(tl.float32)
             if words_ptr is not None:
                 words = tl.load(words_ptr + (token >> 5), mask=known & restricted, other=-1)
-                logits = forbid(logits, words, token)
+                logits = _forbid(logits, words, token)
             keys = _keys(logits, token)
             best = tl.maximum(best, tl.max(tl.where(keys < previous, keys, _NONE)))
         if best > _NONE:

@@ -7,45 +7,143 @@
     5 residual_linear    down projection, residual
 
 Up to four tokens each operation is one kernel. For more, a kernel norms the inputs of a product
-first, and the product is the library's (`linear_kernels.py`).
+first, and the product is the library's (`linear_kernels.py`). Which kernels a layer is follows from
+its plan (`fusion.py`). The arithmetic follows `ops/operation.py`, with results rounded to the
+model's dtype at the same places.
 
-In a tensor-parallel group the ranks add what 3 and 5 leave before the residual is added.
+In a tensor-parallel group the ranks add what 3 and 5 leave before the residual is added. Families
+that norm the outputs of attention and the MLP leave the residual addition to the next kernel that
+norms. Prefill steps write keys and values first and then attend in tiles.
 
-The positions of few rows are split; the last program of attention combines the splits.
-
-Families that norm the outputs of attention and the MLP leave the residual addition to the next
-kernel that norms. Prefill steps write keys and values first and then attend in tiles.
-
-Shapes: T tokens, D hidden_size, F intermediate_size, K kinds of rotation, E half of head_dim, G
-layer groups, N features of queries, keys and values. Which kernels a layer is follows from its plan
-(`fusion.py`); attention and activations with traits that no kernel knows are plain torch. The
-arithmetic follows `ops/operation.py`, with results rounded to the model's dtype at the same
-places.
+Shapes: T tokens, D hidden_size, N features of queries, keys and values together, H query heads, E
+head_dim (of cosines and sines half of it), K kinds of rotation, or features that attention returns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ....profiling.attribution import operation
-from ..ops.batch import RaggedBatch
-from ..ops.experts import Experts
-from ..ops.layer_plan import BoundModel
+from ..ops.attention import Attend, AttentionForm
+from ..ops.batch import LayerPlace, RaggedBatch
+from ..ops.experts import Experts, ExpertTensors
+from ..ops.layer_plan import BoundLayer, BoundModel
+from ..ops.norms import Norm
 from ..ops.stack import Stack
-from .begin import Embedding, Rotations
-from .fusion import fuse
-from .layer_kernels import LayerChain, LayerKernel, StepAttention, norm_hidden
-from .linear import GpuNorm
-from .operations import Operations
-from .split_attention import new_counters
+from .begin import Beginning, Embedding, Rotations, begin_decode
+from .decode_attention import decode_attention
+from .expert_routing import Routed, route
+from .experts import experts
+from .fusion import Activation, Attention, Fused, Mixture, NormLinear, ResidualLinear, fuse
+from .kernel_calls import num_multiprocessors
+from .linear import GpuLinear, GpuNorm, Pending
+from .linear_kernels import gate_up, linear_of_any_rows, norm_linear, residual_linear
+from .prefill_attention import SPLIT, any_tiling, prefill_attention, prefill_tiles, prefill_tiling
+from .rowwise import activate_rows, norm_rows
+from .split_attention import choose_splits, new_counters, new_partials
+from .store import HeadRotation, rotate_and_store
 
-__all__ = [
-    "GpuDecodeStep",
-    "GpuStack",
-]
+__all__ = ["GpuDecodeStep", "GpuStack", "Operations"]
+
+
+@dataclass(frozen=True, slots=True)
+class Operations:
+    """One function an operation of a step; tests and tools replace some of them."""
+
+    begin_decode: Callable[..., Beginning] = begin_decode
+    norm_linear: Callable[..., None] = norm_linear
+    decode_attention: Callable[..., None] = decode_attention
+    residual_linear: Callable[..., None] = residual_linear
+    gate_up: Callable[..., None] = gate_up
+    norm_rows: Callable[..., None] = norm_rows
+    activate_rows: Callable[..., None] = activate_rows
+    route: Callable[..., Routed] = route
+    experts: Callable[..., None] = experts
+    rotate_and_store: Callable[..., Tensor] = rotate_and_store
+    prefill_tiles: Callable[..., Tensor] = prefill_tiles
+    prefill_attention: Callable[..., Tensor] = prefill_attention
+
+    @classmethod
+    def batch_invariant(cls) -> Operations:
+        """Return the kernels whose sums do not depend on the rows of a step."""
+        alone: dict[str, Any] = {"product": linear_of_any_rows}
+        return cls(
+            norm_linear=partial(norm_linear, **alone),
+            residual_linear=partial(residual_linear, **alone),
+            gate_up=partial(gate_up, **alone),
+            route=partial(route, any_tokens=True),
+            experts=partial(experts, any_tokens=True),
+        )
+
+
+class _LayerAttention(NamedTuple):
+    """Attention of a layer with its tensors and its place in the cache."""
+
+    attend: Attend
+    form: AttentionForm
+    place: LayerPlace
+    norms: tuple[Tensor | None, Tensor | None, float, bool]
+    """The first fields of `HeadRotation`."""
+    rope: int
+    """Its kind of rotation: the first coordinate of cosines and sines."""
+
+    @classmethod
+    def of(cls, fused: Attention, layer: BoundLayer, model: BoundModel) -> _LayerAttention:
+        """Bind the tensors of a layer."""
+        attend, norm = fused.attend, fused.qk_norm
+        traits = norm or model.plan.norm  # a missing norm has the traits of the others
+        sinks = None if attend.sinks is None else layer.tensor(attend.sinks)
+        weights = (None, None) if norm is None else (layer.tensor(norm.q), layer.tensor(norm.k))
+        form = AttentionForm(
+            *(attend.scale, attend.window, attend.softcap, model.storage, attend.value_dim),
+            *(attend.chunk, sinks),
+        )
+        norms = (*weights, traits.eps, traits.offset)
+        return cls(attend, form, layer.place, norms, fused.rotate.kind)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kernel:
+    """A kernel of a layer with its tensors."""
+
+    fused: Fused
+    after: _Kernel | None
+    """The next one, which may be of the next layer."""
+    linear: GpuLinear | None = None
+    norm: GpuNorm | None = None
+    attention: _LayerAttention | None = None
+    experts: ExpertTensors | None = None
+    output_norm: GpuNorm | None = None
+    """Of a mixture of experts."""
+
+    @classmethod
+    def bind(
+        cls, fused: Fused, layer: BoundLayer, model: BoundModel, after: _Kernel | None
+    ) -> _Kernel:
+        """Return the kernel with the tensors of a layer."""
+
+        def bound(norm: Norm | None) -> GpuNorm | None:
+            if norm is None:
+                return None
+            return GpuNorm(layer.tensor(norm.weight), norm.eps, norm.offset)
+
+        match fused:
+            case Attention():
+                return cls(fused, after, attention=_LayerAttention.of(fused, layer, model))
+            case Activation():
+                return cls(fused, after)
+            case Mixture():
+                norm, output_norm = bound(fused.norm), bound(fused.output_norm)
+                tensors = layer.experts(fused.experts)
+                return cls(fused, after, norm=norm, experts=tensors, output_norm=output_norm)
+        linear = GpuLinear(*layer.linear(fused.linear))
+        return cls(fused, after, linear=linear, norm=bound(fused.norm))
 
 
 class GpuStack:
@@ -60,21 +158,21 @@ class GpuStack:
         step: results of a token do not depend on the others. It takes the operations of
         `Operations.batch_invariant`.
         """
-        self.operations, self._any_batch = operations, any_batch
-        self._layers: list[list[LayerKernel]] = []
-        after: LayerKernel | None = None
+        self.operations, self.any_batch = operations, any_batch
+        self.collectives = model.collectives
+        self._layers: list[list[_Kernel]] = []
+        after: _Kernel | None = None
         for layer in reversed(model.layers):
-            kernels: list[LayerKernel] = []
+            kernels: list[_Kernel] = []
             for fused in reversed(fuse(layer.plan)):
-                after = LayerKernel.bind(fused, layer, model, after)
+                after = _Kernel.bind(fused, layer, model, after)
                 kernels.insert(0, after)
             self._layers.insert(0, kernels)
-        self._collectives = model.collectives
         self._final_norm = model.plan.norm
-        self._has_experts = any(isinstance(op, Experts) for op in model.plan.operations)
         self._norm = GpuNorm(model.norm, model.plan.norm.eps, model.plan.norm.offset)
+        self.has_experts = any(isinstance(op, Experts) for op in model.plan.operations)
         # Kept, as graphs are replayed with their addresses. Each launch leaves zeros for the next.
-        self._counters = new_counters(model.norm.device)
+        self.counters = new_counters(model.norm.device)
 
     def close(self) -> None:
         """Let go of the weights."""
@@ -95,29 +193,221 @@ class GpuStack:
         aux_layers: Sequence[int] = (),
         embeddings_TD: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """See `Stack.run`.
-
-        There are no kernels of layers that need embeddings.
-        """
+        """See `Stack.run`. There are no kernels of layers that need embeddings."""
         assert embeddings_TD is None, "a plan that `fusion_obstacle` refuses"
         outputs: dict[int, Tensor] = dict.fromkeys(aux_layers, x_TD)
         like = next(kernel.attention for kernel in self._layers[0] if kernel.attention is not None)
-        step = StepAttention(
-            *(self.operations, like, x_TD, arena, batch, cos_KTE, sin_KTE, self._counters),
-            any_batch=self._any_batch,
-        )
-        live_T = batch.live_tokens if self._has_experts else None
-        chain = LayerChain(self.operations, step, x_TD, live_T, self._collectives)
+        chain = _Chain(self, like, x_TD, arena, batch, cos_KTE, sin_KTE)
         for index, layer in enumerate(self._layers):
             with operation("layer", index):
                 for kernel in layer:
                     chain.run(kernel)
             if index in outputs:
                 outputs[index] = chain.settle()
-        normed_TD, _ = norm_hidden(self.operations, chain.hidden, self._final_norm, self._norm)
+        normed_TD = chain.normed(self._final_norm, self._norm)
         if not aux_layers:
             return normed_TD, None
         return normed_TD, torch.cat([outputs[layer] for layer in aux_layers], dim=-1)
+
+
+class _Chain:
+    """A step through the layers, kernel by kernel; scopes are the names of `fusion.py`.
+
+    A decode step, one token a row, writes to the cache and attends in one operation. Other steps
+    write keys and values first, then tiles of each chunk attend. All layers share the inputs and
+    the workspace of attention.
+    """
+
+    def __init__(
+        self,
+        stack: GpuStack,
+        like: _LayerAttention,
+        x_TD: Tensor,
+        arena: Tensor,
+        batch: RaggedBatch,
+        cos_KTE: Tensor,
+        sin_KTE: Tensor,
+    ) -> None:
+        """Begin at the hidden states `x_TD`; `like` is the attention of any layer: all have the
+        same heads."""
+        self._operations, self._stack, self._arena = stack.operations, stack, arena
+        self._batch, self._cos, self._sin = batch, cos_KTE, sin_KTE
+        self._live = batch.live_tokens if stack.has_experts else None
+        self._x = x_TD
+        self._delta: tuple[Tensor, GpuNorm] | None = None
+        """What a norm has to be taken of and added to `_x`, by the next kernel that norms."""
+        self._value = x_TD
+        """What the last kernel left for the next one."""
+        # In a decode step no token attends to the key of another one.
+        self._decodes = batch.tokens_per_row == 1 and not stack.any_batch
+        if not self._decodes:
+            with operation("prefill_tiles"):
+                self._tile(like)
+            return
+        attend, tokens, device = like.attend, x_TD.shape[0], x_TD.device
+        most = batch.read_blocks * batch.block_size
+        splits = choose_splits(tokens, attend.kv_heads, most, num_multiprocessors(device))
+        self._partials = new_partials(tokens, attend.heads, splits, attend.value_dim, device)
+
+    def _tile(self, like: _LayerAttention) -> None:
+        """Deal the tokens to tiles.
+
+        With `any_batch` the same compiled kernels run whatever the rows and tokens are. Triton
+        compiles other kernels for tensors that do not begin at a multiple of 16 bytes, so the parts
+        of tensors do, for each group and kind of rotation.
+        """
+        attend, x_TD = like.attend, self._x
+        width, traits = attend.head_dim, (x_TD.dtype, like.form.storage)
+        if self._stack.any_batch:
+            self._batch = replace(self._batch, slots=_aligned(self._batch.slots))
+            self._cos, self._sin = _aligned(self._cos), _aligned(self._sin)
+            tiling = any_tiling(width, *traits)
+            # Sums of earlier parts take as many registers as sums of this part: without these
+            # sizes they spill.
+            rows = min(tiling.block_m, 32) if width > 128 else tiling.block_m
+            warps = 8 if width > 64 else tiling.num_warps
+            self._tiling = tiling._replace(block_m=rows, num_warps=warps, split=SPLIT)
+        else:
+            heads = (attend.heads, attend.kv_heads, width)
+            self._tiling = prefill_tiling(x_TD.shape[0], *heads, *traits, x_TD.device)
+        tokens_of_tile = self._tiling.tokens(attend.heads // attend.kv_heads)
+        self._tiles = self._operations.prefill_tiles(
+            self._batch.token_rows, self._batch.rows.shape[0], tokens_of_tile
+        )
+
+    def run(self, kernel: _Kernel) -> None:
+        """Run a kernel of the chain."""
+        fused = kernel.fused
+        if isinstance(fused, Attention):
+            self._value = self._attended(kernel, self._value)
+        elif isinstance(fused, ResidualLinear):
+            self._add_product(kernel, fused)
+        elif isinstance(fused, Mixture):
+            self._mix(kernel, fused)
+        elif isinstance(fused, Activation):
+            out_TF = self._value.new_empty(self._value.shape[0], fused.features)
+            with operation(fused.name):
+                self._operations.activate_rows(self._value, out_TF, fused.activate)
+            self._value = out_TF
+        else:
+            self._normed_product(kernel, fused)
+
+    def settle(self) -> Tensor:
+        """Return the hidden states with nothing left to add."""
+        if self._delta is not None:
+            self.normed(None, None)
+        return self._x
+
+    def normed(self, norm: Norm | None, bound: GpuNorm | None) -> Tensor:
+        """Return the hidden states normed (as they are without a norm), with nothing pending."""
+        pending = self._pending()
+        if bound is None and pending is None:
+            return self._x
+        normed_TD = torch.empty_like(self._x)
+        with operation("residual" if norm is None else norm.name):
+            self._operations.norm_rows(self._x, bound, normed_TD, pending)
+        self._add(pending)
+        return normed_TD
+
+    def _pending(self) -> Pending | None:
+        """What the next kernel that norms has to add first, with room for the sum."""
+        return None if self._delta is None else Pending(*self._delta, torch.empty_like(self._x))
+
+    def _add(self, pending: Pending | None) -> None:
+        """Go on with the sum that a kernel has kept."""
+        if pending is not None:
+            self._x, self._delta = pending.out, None
+
+    def _attended(self, kernel: _Kernel, qkv_TN: Tensor) -> Tensor:
+        """Write keys and values, and attend: `[T, H * E]`."""
+        layer = kernel.attention
+        assert layer is not None
+        angles = self._cos[layer.rope], self._sin[layer.rope]
+        rotation = HeadRotation(*layer.norms, *angles, layer.attend.temperature)
+        operations, batch, form = self._operations, self._batch, layer.form
+        if self._decodes:
+            after = kernel.after
+            next_weight = None if after is None or after.linear is None else after.linear.weight
+            attended_TK = self._x.new_empty(self._x.shape[0], layer.attend.features)
+            with operation("decode_attention"):
+                operations.decode_attention(
+                    *(qkv_TN, self._arena, layer.place, rotation, batch, form, self._partials),
+                    *(self._stack.counters, attended_TK),
+                    next_weight=next_weight,
+                )
+            return attended_TK
+        place = (self._arena, layer.place)
+        with operation("rotate_and_store"):
+            q_THE = operations.rotate_and_store(qkv_TN, *place, rotation, batch, form)
+        with operation("prefill_attention"):
+            out_THE: Tensor = operations.prefill_attention(
+                q_THE, *place, batch, form, self._tiles, self._tiling
+            )
+        return out_THE.flatten(1)
+
+    def _normed_product(self, kernel: _Kernel, fused: NormLinear) -> None:
+        x_TD, pending = self._x, self._pending()
+        self._value = x_TD.new_empty(x_TD.shape[0], fused.features)
+        with operation(fused.name):
+            getattr(self._operations, fused.name)(
+                *(x_TD, kernel.linear, self._value),
+                norm=kernel.norm,
+                pending=pending,
+                activate=fused.activate,
+            )
+        self._add(pending)
+
+    def _add_product(self, kernel: _Kernel, fused: ResidualLinear) -> None:
+        out_TD = torch.empty_like(self._x)
+        residual_TD = self._x if kernel.norm is None and not fused.sums else None
+        scale = 1.0 if fused.sums else fused.scale
+        with operation(fused.name):
+            self._operations.residual_linear(
+                self._value, kernel.linear, out_TD, residual_TN=residual_TD, scale=scale
+            )
+        self._added(fused, out_TD, kernel.norm)
+
+    def _mix(self, kernel: _Kernel, fused: Mixture) -> None:
+        """A mixture of experts; padding is not live."""
+        operations, tensors = self._operations, kernel.experts
+        assert tensors is not None
+        normed_TD = self.normed(fused.norm, kernel.norm)
+        with operation("route"):
+            routed = operations.route(fused.experts, normed_TD, tensors, self._live)
+        out_TD = torch.empty_like(normed_TD)
+        adds = kernel.output_norm is None and not fused.sums
+        residual_TD, scale = self._x if adds else None, 1.0 if fused.sums else fused.scale
+        with operation(fused.name):
+            operations.experts(
+                fused.experts, normed_TD, tensors, routed, residual_TD, out_TD, scale=scale
+            )
+        self._added(fused, out_TD, kernel.output_norm)
+
+    def _added(self, fused: ResidualLinear | Mixture, out_TD: Tensor, norm: GpuNorm | None) -> None:
+        """Go on with what a kernel left; `norm` is applied to its result.
+
+        Without one and without a sum over ranks, the kernel has added the hidden states itself.
+        """
+        if not fused.sums:
+            self._x, self._delta = (out_TD, None) if norm is None else (self._x, (out_TD, norm))
+            return
+        collectives = self._stack.collectives
+        assert collectives is not None, "a plan with sums over ranks belongs to a group"
+        with operation("all_reduce"):
+            sum_TD = collectives.all_reduce(out_TD)
+            if norm is not None:
+                self._delta = (sum_TD, norm)
+            else:
+                self._x = self._x + (sum_TD if fused.scale == 1.0 else sum_TD * fused.scale)
+
+
+def _aligned(parts_PT: Tensor) -> Tensor:
+    """Return a tensor `[P, T, ...]` whose parts begin at multiples of 16 bytes."""
+    parts, tokens = parts_PT.shape[:2]
+    if parts == 1 or tokens % 4 == 0:
+        return parts_PT
+    padded = parts_PT.new_empty(parts, tokens + -tokens % 4, *parts_PT.shape[2:])
+    return padded[:, :tokens].copy_(parts_PT)
 
 
 class GpuDecodeStep:
@@ -126,15 +416,13 @@ class GpuDecodeStep:
     def __init__(self, stack: Stack, model: BoundModel) -> None:
         """`stack` are the layers of the model."""
         assert isinstance(stack, GpuStack)
-        self._stack = stack
-        plan, embedding = model.plan, model.embedding
-        self._collectives, self._shard = model.collectives, plan.shard
+        self._stack, self._shard = stack, model.plan.shard
         self._embedding = Embedding(
-            embedding.weight,
-            embedding.scales,
+            model.embedding.weight,
+            model.embedding.scales,
             model.norm.dtype,
             model.embedding_factor,
-            None if plan.shard is None else plan.shard.vocab,
+            None if self._shard is None else self._shard.vocab,
         )
         self._rotations = Rotations(model.frequencies, model.amplitudes)
 
@@ -150,20 +438,15 @@ class GpuDecodeStep:
         block_size: int,
     ) -> tuple[Tensor, Tensor]:
         """See `DecodeStep`."""
+        stack, state = self._stack, (rows_T, token_ids_R, positions_R)
         with operation("begin"):
-            start = self._stack.operations.begin_decode(
-                rows_T,
-                token_ids_R,
-                positions_R,
-                block_tables,
-                block_size,
-                self._embedding,
-                self._rotations,
+            start = stack.operations.begin_decode(
+                *state, block_tables, block_size, self._embedding, self._rotations
             )
         x_TD = start.x
-        if self._collectives is not None and self._shard is not None:
+        if stack.collectives is not None and self._shard is not None:
             with operation("embedding_sum"):
-                x_TD = self._collectives.all_reduce(x_TD)  # of zeros but for one rank: exact
+                x_TD = stack.collectives.all_reduce(x_TD)  # of zeros but for one rank: exact
         batch = RaggedBatch(
             positions=start.positions,
             slots=start.slots,
@@ -174,5 +457,5 @@ class GpuDecodeStep:
             block_size=block_size,
             tokens_per_row=1,
         )
-        hidden_TD, _ = self._stack.run(x_TD, arena, batch, start.cos, start.sin)
+        hidden_TD, _ = stack.run(x_TD, arena, batch, start.cos, start.sin)
         return hidden_TD, start.positions

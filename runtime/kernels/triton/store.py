@@ -1,38 +1,163 @@
-"""Keys and values of a step's tokens into their slots of the cache, plain or on the way there.
+"""Norm, rotation and storage of heads: keys and values of a step's tokens into their cache slots.
 
-Two kernels. `store_keys_and_values` takes keys and values as they are to be cached.
-`rotate_and_store` takes the output of the fused projection, `[T, (H + 2G) * E]`, norms queries and
-keys where the model does, rotates both, writes keys and values to the cache and returns the
-queries: four kernels and four passes over memory in one.
+`store_keys_and_values` takes keys and values as they are to be cached. `rotate_and_store` takes the
+output of the fused projection, `[T, (H + 2G) * E]`, norms queries and keys where the model does,
+rotates both, writes keys and values to the cache and returns the queries: four kernels and four
+passes over memory in one. Decode steps use the same device functions (`decode_attention.py`).
 
-Shapes: T tokens, H query heads, G kv heads, E head_dim.
+Shapes: T tokens, H query heads, G kv heads, E head_dim, N vectors. Numbers are rounded to the dtype
+of memory where the model rounds them (`ops/norms.RMSNorm`, `ops/rotation.rotate`): after the norm,
+after the rotation, and after the temperature of queries.
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..ops.attention import AttentionForm
+from ..ops.attention import AttentionForm, AttentionTemperature
+from ..ops.attention import tempered as tempered_queries
 from ..ops.batch import LayerPlace, RaggedBatch
+from ..ops.rotation import rotate
 from .kernel_calls import call_kernel, let_dependents_start, wait_for_inputs
+from .linear import GpuNorm, reference_norm
 from .quantised import cache_views, store_vectors
-from .rotated_heads import (
-    HeadRotation,
-    load_norm,
-    normed_and_turned,
-    reciprocal_of_heads,
-    tempered,
-)
+from .rowwise import normed
 
 __all__ = [
+    "HeadRotation",
+    "load_norm",
+    "normed_and_turned",
+    "reciprocal_of_heads",
+    "reference_rotated",
     "rotate_and_store",
     "store_keys_and_values",
+    "tempered",
 ]
 
-TILE = 2048
+_TILE = 2048
 """Elements of a program's heads: few enough that one warp, or four, keep them in registers."""
+_BLOCK = tl.constexpr(1024)
+"""Elements of all heads that are summed up at a time."""
+
+
+class HeadRotation(NamedTuple):
+    """Norm and rotation of a layer's queries and keys."""
+
+    q_norm: Tensor | None
+    """Weights `[E]` of the norm of queries; None: there is none, of keys neither. `[H * E]` if all
+    heads of a token are normed together, and the weights of keys are `[G * E]`."""
+    k_norm: Tensor | None
+    eps: float
+    """Of these norms."""
+    offset_norms: bool
+    """They multiply by one plus their weight, see `ops/norms.py`."""
+    cos: Tensor
+    """float32 `[T, E / 2]`, of the angles of the tokens' positions; a pair is (i, i + E / 2)."""
+    sin: Tensor
+    temperature: AttentionTemperature | None = None
+    """Of queries, after the rotation."""
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """What kernels are compiled for."""
+        floor, scale = self.temperature or (0, 0.0)
+        norms = {"OFFSET_NORMS": self.offset_norms, "ALL_HEADS": self.all_heads}
+        return {**norms, "FLOOR": floor, "TEMPERATURE": scale}
+
+    @property
+    def all_heads(self) -> bool:
+        """Whether all heads of a token are normed together."""
+        return self.q_norm is not None and self.q_norm.shape[0] != 2 * self.cos.shape[1]
+
+
+@triton.jit
+def load_norm(  # type: ignore[no-untyped-def]
+    norm_ptr, heads, E: tl.constexpr, BLOCK_E: tl.constexpr, ALL_HEADS: tl.constexpr
+):  # fmt: skip
+    """Weights of the norm of `heads` [N], and those of the elements opposite, in float32.
+
+    `[1, BLOCK_E]`, or `[N, BLOCK_E]` if all heads are normed together; heads outside of the model
+    must be forced into its range.
+    """
+    i = tl.arange(0, BLOCK_E)
+    opposite = tl.where(i < E // 2, i + E // 2, i - E // 2)
+    start = heads[:, None] * E if ALL_HEADS else 0
+    mask = (i < E)[None, :]
+    weights = tl.load(norm_ptr + start + i[None, :], mask=mask, other=0.0).to(tl.float32)
+    weights_opposite = tl.load(norm_ptr + start + opposite[None, :], mask=mask, other=0.0)
+    return weights, weights_opposite.to(tl.float32)
+
+
+@triton.jit
+def reciprocal_of_heads(x_ptr, start, eps, N: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Of the root mean square of the N elements of all heads of a token."""
+    i = tl.arange(0, _BLOCK)
+    squares = tl.zeros([_BLOCK], tl.float32)
+    for first in tl.static_range(0, N, _BLOCK):  # all loads are in flight together
+        x = tl.load(x_ptr + start + first + i, mask=first + i < N, other=0.0).to(tl.float32)
+        squares += x * x
+    return tl.rsqrt(tl.sum(squares, axis=0) / N + eps)
+
+
+@triton.jit
+def normed_and_turned(  # type: ignore[no-untyped-def]
+    x_ptr, starts, inside, weights, weights_opposite, reciprocal, cos, sin, eps,
+    E: tl.constexpr, BLOCK_E: tl.constexpr, OFFSET_NORMS: tl.constexpr,
+):  # fmt: skip
+    """Vectors `[N, BLOCK_E]` that begin at `starts`, normed if there are weights, and rotated.
+
+    Weights are those of `load_norm`; `reciprocal` is that of all heads, None: of each vector.
+
+    The pair of element i is i +- E / 2: it is loaded a second time, in the order in which it is
+    needed. In the dtype of memory, zeros in the padding.
+    """
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    i = tl.arange(0, BLOCK_E)
+    opposite = tl.where(i < E // 2, i + E // 2, i - E // 2)
+    mask = inside[:, None] & (i < E)[None, :]
+    x = tl.load(x_ptr + starts[:, None] + i[None, :], mask=mask, other=0.0).to(tl.float32)
+    y = tl.load(x_ptr + starts[:, None] + opposite[None, :], mask=mask, other=0.0).to(tl.float32)
+    if weights is not None:
+        if reciprocal is None:
+            reciprocal = tl.rsqrt(tl.sum(x * x, axis=1) / E + eps)[:, None]
+        x = normed(x, reciprocal, weights, dtype, OFFSET_NORMS)
+        y = normed(y, reciprocal, weights_opposite, dtype, OFFSET_NORMS)
+    turned = x * cos[None, :] + tl.where((i < E // 2)[None, :], -y, y) * sin[None, :]
+    return tl.where(mask, turned, 0.0).to(dtype)
+
+
+@triton.jit
+def tempered(q, position, FLOOR: tl.constexpr, TEMPERATURE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Queries at a position times their `AttentionTemperature`, rounded; FLOOR 0: as they are."""
+    if FLOOR > 0:
+        floors = ((position + 1) // FLOOR).to(tl.float32)
+        q = (q.to(tl.float32) * (tl.log(floors + 1.0) * TEMPERATURE + 1.0)).to(q.dtype)
+    return q
+
+
+def reference_rotated(
+    q_THE: Tensor, k_TGE: Tensor, rotation: HeadRotation, positions_T: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Queries and keys, normed where the model norms them, and rotated; queries times their
+    temperature."""
+    rotated = []
+    for x, weight in ((q_THE, rotation.q_norm), (k_TGE, rotation.k_norm)):
+        if weight is not None:
+            vectors = x.flatten(1) if rotation.all_heads else x
+            norm = GpuNorm(weight, rotation.eps, rotation.offset_norms)
+            x = reference_norm(vectors, norm).view(x.shape)
+        rotated.append(rotate(x, rotation.cos, rotation.sin))
+    q_THE, k_TGE = rotated
+    if rotation.temperature is not None:
+        q_THE = tempered_queries(rotation.temperature, q_THE, positions_T)
+    return q_THE, k_TGE
+
+
+# Kernels -----------------------------------------------------------------------------------------
 
 
 def store_keys_and_values(
@@ -50,30 +175,18 @@ def store_keys_and_values(
     Raises ValueError where `cache_views` does.
     """
     t, g, e = k_TGE.shape
-    k_TGE = _dense_vectors(k_TGE)
-    v_TGE = None if v_TGE is None else _dense_vectors(v_TGE)
+    k_TGE = k_TGE if k_TGE.stride(-1) == 1 else k_TGE.contiguous()
+    v_TGE = v_TGE if v_TGE is None or v_TGE.stride(-1) == 1 else v_TGE.contiguous()
     views = cache_views(arena[layer], e, block_size, storage)
     assert (views.values is None) == (v_TGE is None), "as many sides as tensors"
     heads, warps = _heads_of_program(g, e)
     call_kernel(
-        _store_kernel,
-        (t, triton.cdiv(g, heads)),
-        k_TGE,
-        v_TGE,
-        slots_T,
-        *views,
-        k_TGE.stride(0),
-        k_TGE.stride(1),
-        0 if v_TGE is None else v_TGE.stride(0),
-        0 if v_TGE is None else v_TGE.stride(1),
-        G=g,
-        E=e,
-        HEADS=heads,
-        BLOCK_E=triton.next_power_of_2(e),
-        BLOCK_SIZE=block_size,
-        STORAGE=storage,
-        num_warps=warps,
-    )
+        _store_kernel, (t, triton.cdiv(g, heads)),
+        k_TGE, v_TGE, slots_T, *views, *k_TGE.stride()[:2],
+        *((0, 0) if v_TGE is None else v_TGE.stride()[:2]),
+        num_warps=warps, G=g, E=e, HEADS=heads, BLOCK_E=triton.next_power_of_2(e),
+        BLOCK_SIZE=block_size, STORAGE=storage,
+    )  # fmt: skip
 
 
 def rotate_and_store(
@@ -102,40 +215,20 @@ def rotate_and_store(
     out = qkv_TN.new_empty(tokens, h, e)
     heads, warps = _heads_of_program(max(h, g), e)
     call_kernel(
-        _rotate_and_store_kernel,
-        (tokens, triton.cdiv(h, heads) + triton.cdiv(g, heads)),
-        qkv_TN,
-        rotation.cos,
-        rotation.sin,
-        batch.slots[place.group],
-        batch.positions,
-        rotation.q_norm,
-        rotation.k_norm,
-        out,
-        *cache_views(arena[place.position], e, batch.block_size, form.storage),
-        rotation.eps,
-        H=h,
-        G=g,
-        E=e,
-        HEADS=heads,
-        BLOCK_E=triton.next_power_of_2(e),
-        BLOCK_SIZE=batch.block_size,
-        STORAGE=form.storage,
-        **rotation.constants,
-        num_warps=warps,
-    )
+        _rotate_and_store_kernel, (tokens, triton.cdiv(h, heads) + triton.cdiv(g, heads)),
+        qkv_TN, rotation.cos, rotation.sin, batch.slots[place.group], batch.positions,
+        rotation.q_norm, rotation.k_norm, out,
+        *cache_views(arena[place.position], e, batch.block_size, form.storage), rotation.eps,
+        num_warps=warps, H=h, G=g, E=e, HEADS=heads, BLOCK_E=triton.next_power_of_2(e),
+        BLOCK_SIZE=batch.block_size, STORAGE=form.storage, **rotation.constants,
+    )  # fmt: skip
     return out
-
-
-def _dense_vectors(x: Tensor) -> Tensor:
-    """With its last dimension contiguous."""
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _heads_of_program(heads: int, head_dim: int) -> tuple[int, int]:
     """Heads that a program takes, a power of two, and its warps (16 elements a thread)."""
     width = triton.next_power_of_2(head_dim)
-    count = max(1, min(triton.next_power_of_2(heads), TILE // width))
+    count = max(1, min(triton.next_power_of_2(heads), _TILE // width))
     return count, 4 if count * width > 1024 else 1
 
 

@@ -60,8 +60,6 @@ SOURCES = (
     "expert_routing.py",
     "experts.py",
     "linear_kernels.py",
-    "linear_tiles.py",
-    "matmul.py",
     "quantised.py",
     "rowwise.py",
 )
