@@ -33,7 +33,6 @@ from ..loading.chat_template import ChatPrompt, Message
 from ..loading.loader import check_source
 from ..loading.tokenizer import TextTokenizer
 from ..prompt_ids import type_name
-from ..request import RequestGroup
 from ..sampling_params import SamplingDefaults, SamplingParams
 from ..structured.compiler import MAX_COMPILATIONS
 from ..structured_output import StructuredOutput
@@ -499,7 +498,15 @@ class AsyncEngine:
         handle.is_chat = isinstance(prompt, ChatPrompt)
         thread = self._thread
         try:
-            self._register(handle, mailbox)
+            try:
+                thread.check_serving()
+                handle.mailbox = mailbox()
+                thread.dispatcher.register(handle)
+            except StepgraphError as error:
+                if not isinstance(error, RequestError):  # else another request has its id
+                    handle.error = error
+                    self._callbacks.report(handle)
+                raise
             if handle.due_ns is not None:
                 thread.watch(handle)
             prepare = partial(self._prepare, handle, prompt, params, options.get("cache_salt"))
@@ -515,27 +522,18 @@ class AsyncEngine:
                 try:
                     pool.submit(prepare)
                 except RuntimeError as error:  # closed meanwhile, or no thread can be started
-                    refusal = EngineUnavailableError(f"the prompt cannot be prepared: {error}")
-                    self._prepared(handle, refusal)
+                    handle.failure = EngineUnavailableError(
+                        f"the prompt cannot be prepared: {error}"
+                    )
+                    thread.admit(handle)
         except BaseException as error:  # such as KeyboardInterrupt
             if thread.dispatcher.handles.get(handle.id) is handle:
                 thread.abort(handle)
-                self._prepared(handle, error)
+                if handle.group is None:
+                    handle.failure = error
+                thread.admit(handle)
             raise
         return handle
-
-    def _register(self, handle: RequestHandle, mailbox: Callable[[], Mailbox]) -> None:
-        """Count a request, or pass it to the listeners if it is refused."""
-        try:
-            self._thread.check_serving()
-            handle.mailbox = mailbox()
-            self._thread.dispatcher.register(handle)
-        except RequestError:  # another request has its id
-            raise
-        except StepgraphError as error:
-            handle.error = error
-            self._callbacks.report(handle)
-            raise
 
     def _prepare(
         self,
@@ -544,30 +542,22 @@ class AsyncEngine:
         params: SamplingParams | None,
         cache_salt: str | None,
     ) -> None:
-        """Check and tokenise a prompt, and pass it to the step thread."""
-        if handle.ended:  # aborted or expired meanwhile
-            self._thread.admit(handle)
-            return
+        """Check and tokenise a prompt, and pass it or its error to the step thread."""
         try:
-            group = self._thread.check_started().prepare(
-                prompt, params, handle.id, priority=handle.priority, cache_salt=cache_salt
-            )
-            self._thread.dispatcher.limits.add_tokens(handle, len(group.prompt_ids))
-            self._prepared(handle, group)
+            if not handle.ended:  # else it was aborted or expired meanwhile
+                group = self._thread.check_started().prepare(
+                    prompt, params, handle.id, priority=handle.priority, cache_salt=cache_salt
+                )
+                self._thread.dispatcher.limits.add_tokens(handle, len(group.prompt_ids))
+                handle.group = group
         except (EngineClosedError, EngineFailedError):  # of an engine that has just been replaced
-            self._prepared(handle, self._thread.refusal())
+            handle.failure = self._thread.refusal()
         except BaseException as error:
-            self._prepared(handle, error)
+            handle.failure = error
             if not isinstance(error, Exception):
                 raise
-
-    def _prepared(self, handle: RequestHandle, result: RequestGroup | BaseException) -> None:
-        """Pass a request to the step thread, or the error of its preparation."""
-        if isinstance(result, RequestGroup):
-            handle.group = result
-        elif handle.group is None:
-            handle.failure = result
-        self._thread.admit(handle)
+        finally:
+            self._thread.admit(handle)
 
     def _mailbox(self) -> LoopMailbox:
         """Return the mailbox of the running event loop."""
