@@ -6,16 +6,14 @@
     with ranges.step_span(ranges.REPLAY, step, rows, bucket, tokens, blocks_in_use, padding):
         ...
 
-docs/profiling.md describes every range and payload. A profiler stores every distinct message,
-so names never contain an id: the step, the rows, the bucket and the tokens are in the payload. One
-integer is enough for most ranges, because ranges nest (the `step` around a `copy` has the step
-number), and profilers export an integer payload as a column. The launches on the device, `replay`,
-`verify` and `prefill`, have all numbers of their step as payload.
+docs/profiling.md describes every range and payload. A profiler stores every distinct message, so
+names never contain an id: the numbers are in the payload. One integer is enough for most ranges,
+because ranges nest (the `step` around a `copy` has the step number).
 
 Without a listener the functions only check the name. NVTX looks for a tool once per process, at the
 first use of a domain. Tools such as nsys are loaded before Python starts, so this module looks for
 one at import. `listening` adds other listeners at any time. The package `nvtx` carries ranges to a
-tool; without it everything runs, and ranges reach no tool.
+tool; without it ranges reach no tool.
 """
 
 import contextlib
@@ -25,7 +23,6 @@ import struct
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from types import TracebackType
 from typing import Any, Final, NamedTuple, Protocol
 
 logger = logging.getLogger("stepgraph.profiling")
@@ -73,22 +70,18 @@ class StepNumbers(NamedTuple):
     """The payload of `replay`, `verify` and `prefill`.
 
     A launch runs (tokens + padding) / bucket decode steps.
-
-    Attributes:
-        step: number of the step.
-        rows: decoding rows without padding; 0 for a prefill.
-        bucket: size that the launch was prepared for: rows of a decode step, tokens of a prefill.
-        tokens: computed tokens without padding.
-        blocks_in_use: cache blocks held by requests.
-        padding: padding tokens that fill the bucket.
     """
 
     step: int
     rows: int
+    """Decoding rows without padding; 0 for a prefill."""
     bucket: int
+    """Size that the launch was prepared for: rows of a decode step, tokens of a prefill."""
     tokens: int
+    """Computed tokens without padding."""
     blocks_in_use: int
     padding: int
+    """Padding tokens that fill the bucket."""
 
 
 Payload = int | StepNumbers
@@ -176,19 +169,20 @@ class _Guarded:
         self._listener: Listener | None = listener
 
     def push(self, name: str, payload: Payload) -> None:
-        if self._listener is not None:
-            self._call(self._listener.push, name, payload)
+        self._call("push", name, payload)
 
     def pop(self) -> None:
-        if self._listener is not None:
-            self._call(self._listener.pop)
+        self._call("pop")
 
-    def _call(self, method: Callable[..., None], *event: Any) -> None:
-        try:
-            method(*event)
-        except Exception:
-            self._listener = None
-            logger.exception("a listener of ranges raised and is unsubscribed: %r", method)
+    def _call(self, method: str, *event: Any) -> None:
+        if self._listener is not None:
+            try:
+                getattr(self._listener, method)(*event)
+            except Exception:
+                logger.exception(
+                    "a listener of ranges raised and is unsubscribed: %r", self._listener
+                )
+                self._listener = None
 
 
 class _Span:
@@ -205,12 +199,7 @@ class _Span:
         for listener in self._listeners:
             listener.push(self._name, self._payload)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for listener in reversed(self._listeners):
             listener.pop()
 
@@ -220,13 +209,10 @@ class NvtxMissingError(RuntimeError):
 
 
 def require_nvtx(purpose: str) -> None:
-    """Raise an error where the package `nvtx` is missing.
-
-    Args:
-        purpose: what needs it, as the subject of the error's sentence.
+    """Check that the package `nvtx` is installed; `purpose` is what needs it.
 
     Raises:
-        NvtxMissingError: the package `nvtx` cannot be imported; says how to install it.
+        NvtxMissingError: it cannot be imported; says how to install it.
     """
     try:
         import nvtx  # noqa: F401
@@ -238,22 +224,6 @@ def _missing(error: ImportError) -> str:
     return f"the package nvtx cannot be imported ({error}); pip install 'nvtx>=0.2.16'"
 
 
-class _Numbers:
-    """Step numbers at a fixed address, where NVTX reads them at each event."""
-
-    __slots__ = ("_bytes", "array")
-
-    def __init__(self) -> None:
-        import numpy as np
-
-        self._bytes = bytearray(_NUMBERS.size)
-        dtype = np.dtype([(field, np.int64) for field in StepNumbers._fields])
-        self.array = np.frombuffer(self._bytes, dtype).reshape(())
-
-    def write(self, numbers: StepNumbers) -> None:
-        _NUMBERS.pack_into(self._bytes, 0, *numbers)
-
-
 _NUMBERS: Final = struct.Struct(f"@{len(StepNumbers._fields)}q")
 
 
@@ -261,16 +231,17 @@ class _Events(threading.local):
     """The event attributes of one thread by range, built at its first range.
 
     Setting the payload and pushing are two calls: threads that shared one object could push each
-    other's payload.
+    other's payload. Step numbers lie at a fixed address, where NVTX reads them at each event.
     """
 
     def __init__(self, domain: Any) -> None:
-        self.of: dict[str, Any] = {}
-        self.numbers = {name: _Numbers() for name in STEP_RANGES}
-        for name, style in _STYLES.items():
-            event = self.of[name] = domain.get_event_attributes(name, *style)
-            if name in STEP_RANGES:
-                event.payload = self.numbers[name].array
+        import numpy as np
+
+        fields = np.dtype([(field, np.int64) for field in StepNumbers._fields])
+        self.of = {name: domain.get_event_attributes(name, *_STYLES[name]) for name in _STYLES}
+        self.numbers = {name: bytearray(_NUMBERS.size) for name in STEP_RANGES}
+        for name, numbers in self.numbers.items():
+            self.of[name].payload = np.frombuffer(numbers, fields).reshape(())
 
 
 class NvtxTool:
@@ -283,7 +254,7 @@ class NvtxTool:
     def push(self, name: str, payload: Payload) -> None:
         event = self._events.of[name]
         if isinstance(payload, StepNumbers):
-            self._events.numbers[name].write(payload)
+            _NUMBERS.pack_into(self._events.numbers[name], 0, *payload)
         else:
             event.payload = payload
         self._domain.push_range(event)

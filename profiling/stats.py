@@ -6,6 +6,7 @@ Standard library only.
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Final
 
 REQUIRED_SAMPLES: Final = {50: 1, 90: 10, 99: 100}
@@ -17,26 +18,18 @@ _NS_PER_MS: Final = 1e6
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The distribution of a list of samples, in the unit of the samples.
-
-    Attributes:
-        n: number of samples.
-        mean: arithmetic mean.
-        std: sample standard deviation (divided by n - 1); None for a single sample.
-        min: smallest sample.
-        p50: median.
-        p90: 90th percentile; None for fewer than 10 samples.
-        p99: 99th percentile; None for fewer than 100 samples.
-        max: largest sample.
-    """
+    """The distribution of a list of samples, in the unit of the samples."""
 
     n: int
     mean: float
     std: float | None
+    """Sample standard deviation (divided by n - 1); None for a single sample."""
     min: float
     p50: float
     p90: float | None
+    """None for fewer than 10 samples."""
     p99: float | None
+    """None for fewer than 100 samples."""
     max: float
 
     @classmethod
@@ -88,17 +81,12 @@ def _interpolate(ordered: Sequence[float], percent: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class RequestTiming:
-    """Arrival of a request and the time of each of its tokens.
-
-    Both in nanoseconds on one monotonic clock (`time.perf_counter_ns`); results are milliseconds.
-
-    Attributes:
-        arrival_ns: when the request was added.
-        token_ns: when each output token was ready, in order; at least one.
-    """
+    """Arrival of a request and the time of each of its tokens."""
 
     arrival_ns: int
+    """When the request was added, on the clock of `time.perf_counter_ns`."""
     token_ns: Sequence[int]
+    """When each output token was ready, in order; at least one."""
 
     @property
     def ttft_ms(self) -> float:
@@ -108,8 +96,7 @@ class RequestTiming:
     @property
     def itl_ms(self) -> list[float]:
         """The gaps between consecutive tokens; empty for a single token."""
-        times = self.token_ns
-        return [(times[i] - times[i - 1]) / _NS_PER_MS for i in range(1, len(times))]
+        return [(after - before) / _NS_PER_MS for before, after in pairwise(self.token_ns)]
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:

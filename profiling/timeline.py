@@ -5,61 +5,49 @@ import struct
 from dataclasses import dataclass, fields
 from typing import Final
 
-# A record is fourteen 64-bit integers in one buffer: no object for the garbage collector to visit,
+# A record is thirteen 64-bit integers in one buffer: no object for the garbage collector to visit,
 # however long the engine runs. Native order and alignment, which the struct module packs faster.
 _LAYOUT = struct.Struct("@13q")
 _INTEGER = struct.Struct("@q")
 _DEVICE_NS = 9 * _INTEGER.size  # where in a record it is
-_NOT_TIMED = -1
+NOT_TIMED: Final = -1
+"""`device_ns` of a packed record without a device time."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """Times of one step in nanoseconds; no time is counted twice.
-
-    Attributes:
-        step: number of the step.
-        rows: decoding rows, without padding.
-        bucket: bucket of the step.
-        prefill_tokens: computed prompt tokens, without padding; 0 for a decode step.
-        started_ns: start of the plan phase, on the clock of `time.perf_counter_ns`.
-        plan_ns: scheduling.
-        launch_ns: time to launch the step, without device time.
-        commit_ns: time to process tokens, without the wait for them. With a step in flight, the
-            tokens are the previous step's.
-        wait_ns: time that the host waited for the device in this step.
-        device_ns: device time of the step; None if not timed, or not yet known. An asynchronous
-            device is timed on request only (`Engine.device_timing`). A CPU runs the step during the
-            launch; that time is in `device_ns`, not in `launch_ns`.
-        joined: admitted requests.
-        blocks_in_use: cache blocks held by requests at the launch.
-        collected_ns: time of Python's garbage collector during the step, included in the phases
-            that it interrupted.
-        is_async_device: whether the device is asynchronous; if so, `device_ns` is not part of the
-            time from start to end.
-    """
+    """Times of one step in nanoseconds; no time is counted twice."""
 
     step: int
     rows: int
+    """Decoding rows, without padding."""
     bucket: int
     prefill_tokens: int
+    """Computed prompt tokens, without padding."""
     started_ns: int
+    """Start of the plan phase, on the clock of `time.perf_counter_ns`."""
     plan_ns: int
     launch_ns: int
+    """Time to launch the step, without device time."""
     commit_ns: int
+    """Time to process tokens; with a step in flight, the previous step's."""
     wait_ns: int
+    """Time that the host waited for the device in this step."""
     device_ns: int | None
+    """None if not timed, or not yet known: an asynchronous device is timed on request only
+    (`Engine.device_timing`). A CPU runs the step during the launch; that time is in here alone."""
     joined: int = 0
+    """Admitted requests."""
     blocks_in_use: int = 0
+    """Cache blocks held by requests at the launch."""
     collected_ns: int = 0
+    """Time of Python's garbage collector, included in the phases that it interrupted."""
     is_async_device: bool = False
+    """If so, `device_ns` is not part of the time from start to end."""
 
     @property
     def ended_ns(self) -> int:
-        """End of the commit phase, when outputs are ready, on the clock of `started_ns`.
-
-        With a step in flight, these are outputs of the previous step.
-        """
+        """End of the commit phase, when outputs are ready, on the clock of `started_ns`."""
         device_ns = 0 if self.is_async_device or self.device_ns is None else self.device_ns
         return self.started_ns + self.host_ns + self.wait_ns + device_ns
 
@@ -74,17 +62,13 @@ RECORD_FIELDS: Final = tuple(f.name for f in fields(StepRecord) if f.name != "is
 
 
 class Timeline:
-    """The last `capacity` steps, in memory that is reserved at once.
+    """The last `capacity` steps (112 bytes each), in memory that is reserved at once.
 
     The operating system provides its pages when steps first write to them, one in 36 steps: all of
     them take milliseconds, which the start of an engine would wait for.
 
     Not thread-safe, except `copy_since`: call the other methods in the thread that runs the steps,
     or between steps.
-
-    Args:
-        capacity: number of steps that are kept (104 bytes each), at least 1.
-        is_async_device: whether the device is asynchronous.
     """
 
     def __init__(self, capacity: int, *, is_async_device: bool = False) -> None:
@@ -102,44 +86,13 @@ class Timeline:
     def __len__(self) -> int:
         return min(self._recorded, self.capacity)
 
-    def record(
-        self,
-        step: int,
-        rows: int,
-        bucket: int,
-        prefill_tokens: int,
-        started_ns: int,
-        plan_ns: int,
-        launch_ns: int,
-        commit_ns: int,
-        wait_ns: int,
-        device_ns: int | None = None,
-        joined: int = 0,
-        blocks_in_use: int = 0,
-        collected_ns: int = 0,
-    ) -> None:
-        """Append one step; replaces the oldest if the ring is full. See `StepRecord`.
+    def record(self, *values: int) -> None:
+        """Append one step, the values of `RECORD_FIELDS`; replaces the oldest if the ring is full.
 
         Raises:
             struct.error: a value is not a 64-bit integer.
         """
-        _LAYOUT.pack_into(
-            self._buffer,
-            self._recorded % self.capacity * _LAYOUT.size,
-            step,
-            rows,
-            bucket,
-            prefill_tokens,
-            started_ns,
-            plan_ns,
-            launch_ns,
-            commit_ns,
-            wait_ns,
-            _NOT_TIMED if device_ns is None else device_ns,
-            joined,
-            blocks_in_use,
-            collected_ns,
-        )
+        _LAYOUT.pack_into(self._buffer, self._recorded % self.capacity * _LAYOUT.size, *values)
         self._recorded += 1
 
     def set_device_ns(self, step: int, device_ns: int) -> None:
@@ -195,7 +148,7 @@ class Timeline:
 
     def _unpack(self, values: tuple[int, ...]) -> StepRecord:
         *before, device_ns, joined, blocks_in_use, collected_ns = values
-        timed = None if device_ns == _NOT_TIMED else device_ns
+        timed = None if device_ns == NOT_TIMED else device_ns
         after = (joined, blocks_in_use, collected_ns, self.is_async_device)
         return StepRecord(*before, timed, *after)  # type: ignore[call-arg,arg-type]
 

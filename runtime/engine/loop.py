@@ -34,7 +34,7 @@ import torch
 
 from ...profiling import ranges
 from ...profiling.collector import CollectorWatch
-from ...profiling.timeline import Timeline
+from ...profiling.timeline import NOT_TIMED, Timeline
 from ..distributed.rank_group import RankGroup
 from ..errors import NonFiniteLogitsError, RankError, RequestError, StructuredOutputError
 from ..execution.outputs import LaunchedStep, Sampled, Score
@@ -395,7 +395,7 @@ class StepLoop:
                     launched - planned - step.device_ns,
                     time.perf_counter_ns() - launched - waited,
                     waited,
-                    step.device_ns or None,
+                    step.device_ns or NOT_TIMED,
                     len(plan.admitted),
                     plan.blocks_in_use,
                     self.collector.total_ns - collected,

@@ -5,9 +5,7 @@
 Each kernel runs with the arguments of a step with random weights, into poisoned outputs, with
 dependent launch off and on. On a CUDA device each kernel, and all of them in the order of a layer
 (`layer`), are also captured and replayed many times. Every replay must leave the same bits;
-different bits mean a race. Before the first check of a number of rows its kernels are compiled in
-parallel threads.
-Prints a line for each check; the exit status is 1 if one failed.
+different bits mean a race. Prints a line for each check; the exit status is 1 if one failed.
 """
 
 from __future__ import annotations
@@ -34,8 +32,6 @@ from ..config import MAX_ROWS, EngineConfig
 from ..errors import ConfigError, StepgraphError
 from ..execution.sample_steps import SampleCase, SampleSteps
 from ..execution.step_key import StepKey
-from ..kernels.ops.attention import AttentionForm
-from ..kernels.ops.batch import LayerPlace, RaggedBatch
 from ..kernels.ops.kv_storage import read_blocks
 from ..kernels.result_check import brief, relative_error, require_usable_device
 from ..kernels.triton.backend import gpu_kernels
@@ -92,17 +88,14 @@ class Verified:
     def __str__(self) -> str:
         switch = "on" if self.dependent else "off"
         name = f"{self.kernel:16} {self.rows:2} rows, dependent launch {switch:3}"
-        if self.failure is not None:
-            return f"FAILED {name}: {self.failure}"
         off = "not finite" if self.error is None else f"off by {self.error:.1e}"
         replays = f", {self.different} of {self.replays} replays differ" if self.replays else ""
-        return f"{'ok    ' if self.passed else 'FAILED'} {name}: {off}{replays}"
+        found = f"{off}{replays}" if self.failure is None else self.failure
+        return f"{'ok    ' if self.passed else 'FAILED'} {name}: {found}"
 
 
 _OUTPUTS = ("out_TN", "out_TF", "out_TD", "attended_TN", "pending")
-"""Parameters that operations write as a whole."""
-_UPDATES = ("arena", "counters")
-"""Parameters that they write in part."""
+"""Parameters that operations write as a whole; `arena` and `counters` they write in part."""
 _REFERENCES: dict[str, tuple[Callable[..., Any], str | None]] = {
     "norm_linear": (reference_product, "out_TN"),
     "decode_attention": (reference_decode_attention, "attended_TN"),
@@ -117,21 +110,15 @@ _REFERENCES: dict[str, tuple[Callable[..., Any], str | None]] = {
 its kernel, and the parameter that its result is written to."""
 
 
-def _plain(operation: str, arguments: Mapping[str, Any]) -> Sequence[Tensor]:
+def _run_reference(operation: str, arguments: Mapping[str, Any]) -> Sequence[Tensor]:
     """Run the reference of an operation; return what the operation returns."""
     reference, out = _REFERENCES[operation]
     taken = arguments.keys() & inspect.signature(reference).parameters
     found: Any = reference(**{name: arguments[name] for name in taken})
-    if out is not None:
-        arguments[out].copy_(found)
-        return ()
-    return found  # type: ignore[no-any-return]
-
-
-def _written(arguments: Mapping[str, Any]) -> list[Tensor]:
-    """Return the tensors that are written as a whole."""
-    found = [arguments[name] for name in _OUTPUTS if arguments.get(name) is not None]
-    return [one.out if isinstance(one, Pending) else one for one in found]
+    if out is None:
+        return found  # type: ignore[no-any-return]
+    arguments[out].copy_(found)
+    return ()
 
 
 def _copied(argument: Any) -> Any:
@@ -146,10 +133,7 @@ class KernelCase:
     def __init__(
         self, name: str, operation: str, operations: Operations, given: BoundArguments
     ) -> None:
-        """Prepare the launches of `operation`, a field of `operations`, with these arguments.
-
-        `name` is the kernel's in `step_costs.py`.
-        """
+        """Prepare the launches of a field of `operations`; `name` is as in `step_costs.py`."""
         self.name = name
         self._operation, self._kernel = operation, getattr(operations, operation)
         self._given = given
@@ -171,32 +155,35 @@ class KernelCase:
     def reference(self) -> list[Tensor]:
         """Return the same results in plain PyTorch, from the current inputs, unchanged."""
         arguments = {
-            name: _copied(value) if name in (*_OUTPUTS, *_UPDATES) else value
+            name: _copied(value) if name in (*_OUTPUTS, "arena", "counters") else value
             for name, value in self._given.arguments.items()
         }
-        return _results_of(arguments, _plain(self._operation, arguments))
+        return _results_of(arguments, _run_reference(self._operation, arguments))
+
+
+def _written(arguments: Mapping[str, Any]) -> list[Tensor]:
+    """Return the tensors that are written as a whole."""
+    found = [arguments[name] for name in _OUTPUTS if arguments.get(name) is not None]
+    return [one.out if isinstance(one, Pending) else one for one in found]
 
 
 def _results_of(arguments: Mapping[str, Any], returned: Sequence[Tensor]) -> list[Tensor]:
     """Return what is written and comes from the inputs alone; of a router logits and weights."""
     found = _written(arguments)
-    if "arena" in arguments:
-        found.append(_newest(**{k: arguments[k] for k in ("arena", "place", "batch", "form")}))
+    if "arena" in arguments:  # the keys and values that a decode step writes, dequantised
+        place, batch = arguments["place"], arguments["batch"]
+        columns = batch.positions[:, None] // batch.block_size
+        tables = batch.block_tables[place.group][batch.rows].gather(1, columns)
+        rows = torch.arange(len(tables), device=tables.device)
+        offsets = batch.positions % batch.block_size
+        sides = [
+            read_blocks(side, tables, batch.block_size, arguments["form"].storage)
+            for side in arguments["arena"][place.position]
+        ]
+        found.append(torch.stack([side[rows, :, offsets] for side in sides]))
     if isinstance(returned, Routed):  # experts with equal scores may be chosen for others
         found += [returned.logits, returned.weights]
     return found
-
-
-def _newest(arena: Tensor, place: LayerPlace, batch: RaggedBatch, form: AttentionForm) -> Tensor:
-    """Return the keys and values that a decode step writes, dequantised."""
-    columns = batch.positions[:, None] // batch.block_size
-    tables = batch.block_tables[place.group][batch.rows].gather(1, columns)
-    rows = torch.arange(len(tables), device=tables.device)
-    sides = (
-        read_blocks(side, tables, batch.block_size, form.storage) for side in arena[place.position]
-    )
-    offsets = batch.positions % batch.block_size
-    return torch.stack([side[rows, :, offsets] for side in sides])
 
 
 def decode_cases(
@@ -217,7 +204,7 @@ def decode_cases(
         def call(*arguments: Any, **keywords: Any) -> Any:
             given = signature.bind(*arguments, **keywords)
             recorded.append((name, given))
-            return _plain(name, given.arguments)
+            return _run_reference(name, given.arguments)
 
         return call
 
@@ -267,7 +254,7 @@ def check_operations(
 
     def one_by_one() -> list[Tensor]:
         _launch(cases, False)
-        return [tensor.clone() for tensor in _results(cases)]
+        return [tensor.clone() for case in cases for tensor in case.results()]
 
     checks = [(case.name, [case], case.reference) for case in cases]
     checks.append(("layer", cases, one_by_one))
@@ -296,10 +283,6 @@ def _launch(cases: Sequence[KernelCase], dependent: bool) -> None:
             case.run()
 
 
-def _results(cases: Sequence[KernelCase]) -> list[Tensor]:
-    return [tensor for case in cases for tensor in case.results()]
-
-
 def _verify(
     cases: Sequence[KernelCase],
     reference: Callable[[], Sequence[Tensor]],
@@ -313,12 +296,17 @@ def _verify(
             for tensor in case.outputs():
                 poison(tensor)
         run()
-        return _results(cases)
+        return [tensor for case in cases for tensor in case.results()]
+
+    def error_of(found: Sequence[Tensor]) -> float:
+        """The largest relative error; infinite if one is NaN."""
+        errors = [float(relative_error(*pair)) for pair in zip(found, expected, strict=True)]
+        return max(math.inf if math.isnan(error) else error for error in errors)
 
     expected = reference()
     for _ in range(2):  # the second time in memory that the first one's results had
         found = results_of(partial(_launch, cases, dependent))
-    error = _error(found, expected)
+    error = error_of(found)
     if not replays:
         return error, 0
     torch.cuda.synchronize()
@@ -330,17 +318,11 @@ def _verify(
     for _ in range(replays):
         pairs = zip(results_of(graph.replay), first, strict=True)
         different += torch.stack([(_bits(now) != _bits(then)).any() for now, then in pairs]).any()
-    return max(error, _error(first, expected)), int(different)
+    return max(error, error_of(first)), int(different)
 
 
 def _bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(torch.uint8)
-
-
-def _error(results: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """The largest relative error of the pairs; infinite if one is NaN."""
-    errors = [float(relative_error(*pair)) for pair in zip(results, expected, strict=True)]
-    return max(math.inf if math.isnan(error) else error for error in errors)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from stepgraph.profiling.timeline import RECORD_FIELDS, StepRecord, Timeline
+from stepgraph.profiling.timeline import NOT_TIMED, RECORD_FIELDS, StepRecord, Timeline
 
 int64 = st.integers(-(2**63), 2**63 - 1)
 nanoseconds = st.integers(0, 2**63 - 1)
@@ -20,8 +20,8 @@ records = st.builds(
 
 
 def put(timeline: Timeline, record: StepRecord) -> None:
-    fields = set(StepRecord.__slots__) - {"is_async_device"}
-    timeline.record(**{name: getattr(record, name) for name in fields})
+    values = [getattr(record, name) for name in RECORD_FIELDS]
+    timeline.record(*(NOT_TIMED if value is None else value for value in values))
 
 
 class TimelineAgainstDeque(RuleBasedStateMachine):
@@ -105,7 +105,7 @@ def test_recording_holds_no_object_and_no_memory() -> None:
     gc.collect()
     objects, blocks = len(gc.get_objects()), sys.getallocatedblocks()
     for step in range(5000):
-        timeline.record(step, 3, 4, 0, step, 11, 22, 33, 44, 55)
+        timeline.record(step, 3, 4, 0, step, 11, 22, 33, 44, 55, 1, 0, 0, 0)
     assert len(gc.get_objects()) - objects < 20
     assert sys.getallocatedblocks() - blocks < 100
 
