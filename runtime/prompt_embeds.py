@@ -36,8 +36,7 @@ class EncodedContent:
     def of(cls, embeds: torch.Tensor) -> EncodedContent:
         """Return embeddings with a hash of their values as the key.
 
-        Raises:
-            RequestError: they are not a tensor with values.
+        Raises `RequestError` if they are not a tensor with values.
         """
         allowed = "a tensor of embeddings [tokens, hidden_size] with values"
         check_type("embeds", embeds, torch.Tensor, allowed)
@@ -76,19 +75,10 @@ class PromptEmbeds:
 def _checked_embeds(
     embeds: object, hidden_size: int, dtype: torch.dtype, what: str
 ) -> torch.Tensor:
-    """Return a copy of embeddings in host memory, as float32 `[tokens, hidden_size]`.
+    """Return a copy of a user's embeddings in host memory, as float32 `[tokens, hidden_size]`.
 
-    It is a copy, so that the user's later changes do not affect requests.
-
-    Args:
-        embeds: from a user.
-        hidden_size: elements of an embedding.
-        dtype: of the model.
-        what: the beginning of the message, such as `span 0 has`.
-
-    Raises:
-        RequestError: not a tensor of that shape, not floating point, or values that are not finite
-            in `dtype`.
+    Raises `RequestError`, which begins with `what`, for another shape or type and for values that
+    are not finite in the model's `dtype`.
     """
     if not isinstance(embeds, torch.Tensor):
         raise _refusal(f"{what} {type(embeds).__name__}, but a tensor is needed")
@@ -115,9 +105,8 @@ def check_spans(
 ) -> tuple[EmbeddedSpan, ...]:
     """Return the spans in order of position, with copies of their embeddings in host memory.
 
-    Raises:
-        RequestError: a span or content has a wrong type or embeddings that the model cannot have,
-            or it is outside of the prompt or overlaps another.
+    Raises `RequestError` if a span or content has a wrong type or embeddings that the model cannot
+    have, or it is outside of the prompt or overlaps another.
     """
     if isinstance(spans, (str, bytes)) or not isinstance(spans, Sequence):
         raise _refusal(f"spans must be a sequence of EmbeddedSpan, not {type_name(spans)}")

@@ -219,9 +219,8 @@ class ChatTemplates:
     def render(self, prompt: ChatPrompt) -> str:
         """Return the text of a conversation, each content in the form that the template reads.
 
-        Raises:
-            RequestError: there is no such template; jinja2 is missing; messages, tools or
-                variables have a wrong type; the template fails, or takes longer than 2 s.
+        Raises `RequestError` if there is no such template; jinja2 is missing; messages, tools or
+        variables have a wrong type; the template fails, or takes longer than 2 s.
         """
         name = self._name(prompt)
         messages = _messages(prompt.messages)
@@ -297,12 +296,7 @@ class ChatTemplates:
 def chat_prompts(
     messages: Sequence[Message] | Sequence[Sequence[Message]], **fields: Any
 ) -> list[ChatPrompt]:
-    """Return the prompt of a conversation, or the prompts of a list of conversations.
-
-    Args:
-        messages: the conversation or conversations.
-        **fields: the other fields of `ChatPrompt`.
-    """
+    """Return a prompt with these fields for a conversation, or for each of a list of them."""
     conversations = messages if is_batch(messages) else [messages]
     return [ChatPrompt(cast("Sequence[Message]", each), **fields) for each in conversations]
 

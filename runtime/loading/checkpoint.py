@@ -375,8 +375,7 @@ def check_layout(
 ) -> None:
     """Compare the headers of a checkpoint with a layout; names that are unused may be there, too.
 
-    Raises:
-        CheckpointError: for all missing and unexpected tensors, wrong shapes and dtypes.
+    Raises `CheckpointError` for all missing and unexpected tensors, wrong shapes and dtypes.
     """
     headers, expected = reader.headers(), _sources(layout)
     problems = list(_missing({n: shape for n, shape in expected.items() if n not in headers}))
@@ -419,10 +418,8 @@ def check_tied_head(reader: CheckpointReader) -> None:
     """Refuse a checkpoint with a head that differs from the embedding its config ties it to.
 
     transformers uses such a head, other loaders drop it: only the user can know which one the model
-    was trained with.
-
-    Raises:
-        CheckpointError: `lm_head.weight` is stored and is not equal to the embedding.
+    was trained with. Raises `CheckpointError` if `lm_head.weight` is stored and is not equal to the
+    embedding.
     """
     headers = reader.headers()
     head, embedding = headers.get(_HEAD), headers.get(_EMBEDDING)

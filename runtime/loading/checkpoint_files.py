@@ -150,9 +150,8 @@ def _without(subject: str, names: list[str], code: str) -> CheckpointError:
 def refuse_other_formats(directory: Path, config: Mapping[str, Any]) -> None:
     """Refuse directories with `config.json` whose weights mean something else than they seem to.
 
-    Raises:
-        CheckpointError: an adapter, or weights in a quantised format that the config of a model
-            does not name as transformers does.
+    Raises `CheckpointError` for an adapter, or weights in a quantised format that the config of a
+    model does not name as transformers does.
     """
     if has_file(directory / "adapter_config.json"):
         raise _not_read(str(directory), _PEFT)

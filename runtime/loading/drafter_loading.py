@@ -123,9 +123,8 @@ def find_drafter(
 def read_target_ids(reader: CheckpointReader, drafter: DrafterConfig) -> torch.Tensor | None:
     """Return the target's token for each token of a head, int64 `[V]`; None: the same.
 
-    Raises:
-        CheckpointError: the tensor has another shape or dtype, or a token is outside of the
-            vocabulary.
+    Raises `CheckpointError` if the tensor has another shape or dtype, or a token is outside of the
+    vocabulary.
     """
     if drafter.target_ids is None:
         return None
@@ -220,20 +219,12 @@ def load_drafter(
     seed: int = 0,
     progress: bool = False,
 ) -> Drafter:
-    """Load the weights of a drafter, in the dtype and on the device of its target.
+    """Load the weights of a drafter that `find_drafter` found, in the dtype and on the device of
+    its target, which has weights that they may share.
 
-    Args:
-        config: as `find_drafter` returned it.
-        target: the model that it drafts for, with weights; they may share some. Of a rank of a
-            tensor-parallel group it is the rank's part; the drafter is whole on each rank.
-        kernels: of its operations.
-        group: its layers in its arena; `index` is that of the layer group of the target whose block
-            table it uses; see `DrafterConfig.layer_group`.
-        seed: of the random weights of a preset.
-        progress: draw a bar on stderr.
-
-    Raises:
-        CheckpointError: a file is damaged, or a weight cannot be quantised.
+    Of a rank of a tensor-parallel group the target is the rank's part; the drafter is whole on each
+    rank. `group` has its layers in its arena (`DrafterConfig.layer_group`): `index` is the one of the
+    target's layer group whose block table it uses. `seed` is of the random weights of a preset. Raises `CheckpointError` for a damaged file or a weight that cannot be quantised.
     """
     drafter = new_drafter(config, target, kernels, group)
     if isinstance(drafter, DraftModel):

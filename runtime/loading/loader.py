@@ -141,8 +141,7 @@ def check_source(source: object) -> None:
 def find_directory(source: str | Path, *, config_only: bool = False) -> Path:
     """Return the directory of a checkpoint; `source` as in `resolve_source`, but no preset.
 
-    Raises:
-        CheckpointError: there is none.
+    Raises `CheckpointError` if there is none.
     """
     if source == "demo":
         return Path(__file__).parents[1] / "demo"
@@ -299,8 +298,7 @@ class OpenedSource:
     def check_head(self) -> None:
         """Read the head and the embedding that it is tied to, if both are stored.
 
-        Raises:
-            CheckpointError: they differ.
+        Raises `CheckpointError` if they differ.
         """
         native = isinstance(self.config, ModelConfig) and self.config.tie_word_embeddings
         if native and self.reader is not None:
@@ -323,8 +321,7 @@ class OpenedSource:
 def open_source(found: Source, open_files: ExitStack) -> OpenedSource:
     """Open the files of a model, which `open_files` closes, and check their headers.
 
-    Raises:
-        CheckpointError: a file is damaged, or contradicts the config.
+    Raises `CheckpointError` if a file is damaged, or contradicts the config.
     """
     reader = tokenizer = None
     defaults = NEUTRAL

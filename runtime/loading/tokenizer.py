@@ -57,11 +57,8 @@ class TokenizerConfig:
         """Read the files of a checkpoint directory, all of which may be missing.
 
         A template in a separate file replaces those in `tokenizer_config.json`, as in transformers;
-        `chat_template.json` of processors is read if there is no other.
-
-        Raises:
-            CheckpointError: a file is not a JSON object, or a value has a wrong type; it names the
-                file and the key.
+        `chat_template.json` of processors is read if there is no other. Raises `CheckpointError`,
+        which names file and key, for what is not a JSON object or a value of a wrong type.
         """
         path, other_path = directory / "tokenizer_config.json", directory / "chat_template.json"
         config = _read_object(path)
@@ -149,17 +146,8 @@ class TextTokenizer:
         eos_token_ids: Sequence[int] = (),
         templates: ChatTemplates | None = None,
     ) -> None:
-        """Take over a tokenizer of the `tokenizers` library.
-
-        Args:
-            tokenizer: its truncation and padding, if any, are disabled: a prompt is served whole
-                or refused, never cut silently.
-            eos_token_ids: tokens that end the model's output.
-            templates: the chat templates of the checkpoint.
-
-        Raises:
-            CheckpointError: its decoder cannot be streamed.
-        """
+        """Take over a tokenizer of the `tokenizers` library, or raise `CheckpointError` if its
+        decoder cannot be streamed. Truncation is disabled: a prompt is never cut silently."""
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
@@ -219,11 +207,8 @@ class TextTokenizer:
         return self.pieces.special_ids
 
     def spells_special(self, source: str) -> bool:
-        """Return whether the source of a grammar has the text of a special token.
-
-        Backslashes are ignored, as in the regular expression `<\\|im_start\\|>`. Tokens that end
-        the output do not count.
-        """
+        """Return whether the source of a grammar has the text of a special token that does not end
+        the output. Backslashes are ignored, as in the regular expression `<\\|im_start\\|>`."""
         text = source.replace("\\", "")
         return any(
             begin in text and any(special in text for special in specials)
@@ -238,11 +223,8 @@ class TextTokenizer:
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Return the token ids of `text`.
 
-        With `special`, the checkpoint's post-processor adds its tokens (for example the one
-        that begins a text).
-
-        Raises:
-            RequestError: `text` is not valid Unicode, or the tokenizer cannot encode it.
+        With `special`, the checkpoint's post-processor adds its tokens. Raises `RequestError` for
+        text that is not valid Unicode or that the tokenizer cannot encode.
         """
         if not isinstance(text, str):
             raise RequestError(f"the text must be a str, not a {type_name(text)}", field="text")
@@ -256,11 +238,7 @@ class TextTokenizer:
             return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of `token_ids`. Ids without a token have none.
-
-        Raises:
-            RequestError: the tokenizer cannot decode them.
-        """
+        """Return the text of `token_ids`, or raise `RequestError`; unknown ids have no text."""
         return self.pieces.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     @property
@@ -282,21 +260,10 @@ class TextTokenizer:
     ) -> str | list[int] | list[str] | list[list[int]]:
         """Return the prompt of a conversation, or the prompts of a list of conversations.
 
-        Takes the arguments of transformers' method of this name. Templates write the token
-        that begins a text themselves, so none is added: `encode` a text with `special=False`.
-
-        Args:
-            messages: a conversation, or a list of them.
-            tools: JSON schemas of functions that the model may call.
-            documents: texts for templates that support them.
-            add_generation_prompt: end with the beginning of an assistant's message.
-            continue_final_message: leave the last message open; a string names the field.
-            chat_template: the name of one of `chat_templates`.
-            tokenize: return token ids instead of text.
-            **template_kwargs: more variables of the template.
-
-        Raises:
-            RequestError: as `ChatTemplates.render`; or the text cannot be encoded.
+        Takes the arguments of transformers' method of this name; `chat_template` is the name of one
+        of `chat_templates`. Templates write the token that begins a text themselves, so none is
+        added: `encode` a text with `special=False`. Raises `RequestError` as `ChatTemplates.render`
+        and `encode`.
         """
         prompts = chat_prompts(
             messages,
@@ -327,8 +294,7 @@ class TextTokenizer:
     ) -> TextStream:
         """Return the state of a text that continues `prompt_ids`.
 
-        Raises:
-            RequestError: the tokenizer cannot decode the prompt.
+        Raises `RequestError` if the tokenizer cannot decode the prompt.
         """
         check_type("prompt_ids", prompt_ids, Sequence, "a sequence of token ids")
         with tokenizer_errors("decode the prompt", "prompt_ids"):
@@ -338,13 +304,9 @@ class TextTokenizer:
 def load_tokenizer(directory: Path, *, eos_token_ids: Sequence[int] = ()) -> TextTokenizer | None:
     """Return the tokenizer of a checkpoint directory, `None` without a `tokenizer.json`.
 
-    Without one, prompts must be token ids and outputs have no text. `add_bos_token` and
-    `add_eos_token` of `tokenizer_config.json` apply if `tokenizer.json` has no post-processor that
-    adds tokens.
-
-    Raises:
-        CheckpointError: a file is not a tokenizer or inconsistent, or its decoder cannot be
-            streamed.
+    `add_bos_token` and `add_eos_token` of `tokenizer_config.json` apply if `tokenizer.json` has no
+    post-processor that adds tokens. Raises `CheckpointError` for an inconsistent tokenizer and for
+    one whose decoder cannot be streamed.
     """
     path = directory / "tokenizer.json"
     if not has_file(path):

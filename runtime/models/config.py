@@ -350,9 +350,8 @@ DeepSeek-V3.
 def _read_experts(config: Json, family: Family) -> ExpertsConfig | None:
     """Return the mixtures of a config; None if no layer has one.
 
-    Raises:
-        CheckpointError: a key is missing, of another type, or describes an unsupported variant.
-        ConfigError: the numbers contradict each other.
+    Raises `CheckpointError` if a key is missing, of another type, or describes an unsupported
+    variant; `ConfigError` if the numbers contradict each other.
     """
     traits = family.experts
     if traits is None:

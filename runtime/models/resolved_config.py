@@ -11,7 +11,7 @@ import torch
 from ...cache.arena import Storage
 from ...graphs.buckets import Buckets, default_row_buckets, default_token_buckets
 from ..bounded_repr import bounded_repr
-from ..config import DEFAULT_MEMORY_FRACTION, EngineConfig, Speculation
+from ..config import EngineConfig, Speculation
 from ..errors import ConfigError
 from ..kernels import (
     KernelChoice,
@@ -41,39 +41,27 @@ MAX_PREFILL_ROWS = 8
 class ResolvedConfig(EngineConfig):
     """The configuration of one engine: an `EngineConfig` resolved for a model and a device.
 
-    Fields and properties contain every size that follows from the configuration. The memory plan
-    reduces two of them (`fit_to_cache`).
-    Fields that are not below have the user's values.
-
-    Attributes:
-        user: the `EngineConfig` as given, for budgets and for messages.
-        device: where the model runs.
-        dtype: of weights and activations.
-        weights: how the weights of linear layers are stored.
-        storage: how the cache stores keys and values.
-        model_impl: whether a family of ours or a class of transformers makes the model.
-        kernels: which operations run; see `native_obstacle` for exceptions.
-        native_obstacle: why some operations of the model have no native kernel and run in plain
-            PyTorch; None if all of them have one.
-        mode: how steps run.
-        threads: threads of the native operators on a CPU.
-        max_model_len: maximum tokens of one sequence, by model and configuration, and by the cache
-            once that is planned.
-        speculation: how tokens are drafted; None: they are not.
-        structured_output: whether steps can apply token masks.
+    It has every size that follows from the configuration. The memory plan reduces two of them
+    (`fit_to_cache`). Fields that are not below have the user's values.
     """
 
     user: EngineConfig
+    """As given, for budgets and for messages."""
     device: torch.device  # type: ignore[assignment]  # of the name
     dtype: torch.dtype  # type: ignore[assignment]  # of the name
     weights: WeightStorage
+    """How the weights of linear layers are stored."""
     storage: Storage
+    """How the cache stores keys and values."""
     model_impl: Literal["native", "transformers"]
     kernels: KernelChoice
     native_obstacle: str | None
+    """Why some operations of the model have no native kernel and run in plain PyTorch."""
     mode: Mode
     threads: int
+    """Of the native operators on a CPU."""
     max_model_len: int
+    """Of one sequence, by model and configuration, and by the cache once that is planned."""
     speculation: Speculation | None
     structured_output: bool
 
@@ -145,12 +133,8 @@ class ResolvedConfig(EngineConfig):
         return self.dtype.itemsize if self.storage == "model" else 1
 
     def fit_to_cache(self, *, max_model_len: int, max_batch_tokens: int) -> ResolvedConfig:
-        """Return the configuration with the sizes that the cache has room for.
-
-        Args:
-            max_model_len: tokens of the longest sequence that the cache holds.
-            max_batch_tokens: maximum tokens of one step.
-        """
+        """Return the configuration with the sizes that the cache has room for: tokens of the
+        longest sequence, and of one step."""
         return dataclasses.replace(
             self,
             max_model_len=max_model_len,
@@ -161,9 +145,8 @@ class ResolvedConfig(EngineConfig):
     def resolve(cls, config: EngineConfig, model: DecoderConfig) -> ResolvedConfig:
         """Return the configuration of an engine for a model on this machine.
 
-        Raises:
-            ConfigError: the device does not exist, does not support the mode or the kernels, or
-                `max_model_len` exceeds the positions of the model.
+        Raises `ConfigError` if the device does not exist, does not support the mode or the kernels,
+        or `max_model_len` exceeds the positions of the model.
         """
         device = resolve_device(config.device)
         longest = model.longest_context
@@ -239,8 +222,7 @@ def _threads(config: EngineConfig) -> int:
 def resolve_device(name: str) -> torch.device:
     """Return the device of a name; `auto` is CUDA if there is a device, else the CPU.
 
-    Raises:
-        ConfigError: the device does not exist or is not supported.
+    Raises `ConfigError` if the device does not exist or is not supported.
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -251,20 +233,19 @@ def resolve_device(name: str) -> torch.device:
             f"device {bounded_repr(name)} is not a device: use 'auto', 'cpu' or 'cuda'",
             field="device",
         ) from error
-    if device.type not in DEFAULT_MEMORY_FRACTION:
+    counts = {"cpu": 1, "cuda": torch.cuda.device_count()}
+    if device.type not in counts:
         raise ConfigError(
             f"device {bounded_repr(name)} is not supported: use 'cpu' or 'cuda'", field="device"
         )
     # torch wraps an index to 8 bits, so the device may not be the one named.
-    exists = device.index is None or str(device) == name
-    if device.type == "cuda" and not (exists and (device.index or 0) < torch.cuda.device_count()):
+    wrapped = device.index is not None and str(device) != name
+    if wrapped or (device.index or 0) >= counts[device.type]:
         raise ConfigError(
-            f"device {bounded_repr(name)} does not exist: torch sees {torch.cuda.device_count()} "
-            "CUDA devices",
+            f"device {bounded_repr(name)} does not exist: there are 'cpu' and {counts['cuda']} CUDA"
+            " devices",
             field="device",
         )
-    if device.type == "cpu" and (device.index or not exists):
-        raise ConfigError(f"device {bounded_repr(name)} does not exist: use 'cpu'", field="device")
     return device
 
 
@@ -303,14 +284,8 @@ def resolve_kernels(
 ) -> KernelChoice:
     """Return the kernels that run for `EngineConfig.kernels`.
 
-    Args:
-        kernels: `auto`, `native` or `torch`.
-        mode: how steps run.
-        obstacle: why the model has no native kernel for some operations, see `native_obstacle`.
-        missing: what native kernels need and this machine lacks.
-
-    Raises:
-        ConfigError: `kernels` is `native`, and this machine or model does not support it.
+    `missing`: what native kernels need and this machine lacks. Raises `ConfigError` for `native` if
+    this machine, or the model, does not support it.
     """
     if kernels == "torch" or (kernels == "auto" and mode == "eager"):
         return "torch"
@@ -349,18 +324,8 @@ def check_batch_invariant(
     weights: WeightStorage,
     model: DecoderConfig,
 ) -> None:
-    """Check that the logits of a row can be independent of its batch.
-
-    Args:
-        config: with `batch_invariant`.
-        device: where the model runs.
-        dtype: of weights and activations.
-        weights: how the weights of linear layers are stored.
-        model: the model.
-
-    Raises:
-        ConfigError: they cannot; it says what to change.
-    """
+    """Raise `ConfigError`, which says what to change, if the logits of a row would depend on its
+    batch."""
     on_cpu = device.type == "cpu"
     gaps = native_gaps(device.type, dtype, weights, plan_of(model))
     gap = gaps[0].reason if gaps else ""

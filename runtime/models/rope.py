@@ -36,10 +36,7 @@ class RopeScaling:
 
     `linear` divides every frequency by `factor`; `llama3` and `yarn` divide the low ones, keep the
     high ones and blend those between. `longrope` and `dynamic` depend on the length of the sequence
-    (see `modules.py`).
-
-    Raises:
-        ConfigError: the type is unknown, or a number is out of range.
+    (see `modules.py`). Raises `ConfigError` if the type is unknown, or a number is out of range.
     """
 
     type: RopeType = "default"

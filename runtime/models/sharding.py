@@ -30,8 +30,7 @@ _MOST_RANKS = 64
 def shard_plan(plan: ModelPlan, rank: int, ranks: int) -> ModelPlan:
     """Return the plan of one rank; of a single one it is the plan itself.
 
-    Raises:
-        ConfigError: as `check_ranks`.
+    Raises `ConfigError` as `check_ranks`.
     """
     assert 0 <= rank < ranks, f"rank {rank} of {ranks}"
     assert plan.shard is None, "the plan of the whole model"
@@ -60,10 +59,9 @@ def _sharded(layer: LayerPlan, rank: Rank) -> LayerPlan:
 
 
 def check_ranks(plan: ModelPlan, ranks: int) -> None:
-    """Refuse a number of ranks that the model cannot be split over.
+    """Raise `ConfigError` for a number of ranks that the model cannot be split over.
 
-    Raises:
-        ConfigError: names what `ranks` does not divide, and the numbers that are possible.
+    It names what `ranks` does not divide, and the numbers that are possible.
     """
     if ranks == 1:
         return

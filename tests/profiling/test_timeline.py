@@ -105,7 +105,7 @@ def test_recording_holds_no_object_and_no_memory() -> None:
     gc.collect()
     objects, blocks = len(gc.get_objects()), sys.getallocatedblocks()
     for step in range(5000):
-        timeline.record(step, 3, 4, 0, step, 11, 22, 33, 44, 55, 1, 0, 0, 0)
+        timeline.record(step, 3, 4, 0, step, 11, 22, 33, 44, 55, 1, 0, 0)
     assert len(gc.get_objects()) - objects < 20
     assert sys.getallocatedblocks() - blocks < 100
 

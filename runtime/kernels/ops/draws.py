@@ -24,12 +24,7 @@ def reference_thresholds(
 
     Top-p keeps the most likely tokens until their sum reaches `top_p` of the weight that top-k kept
     (Holtzman et al. 2020, arXiv 1904.09751). `top_k >= V` and `top_p >= 1` are off; with both off
-    the result is 0.
-
-    Args:
-        weights_BV: float32, at least 0, 1 for the best token.
-        top_k_B: int64, at least 1.
-        top_p_B: float32, at least 0.
+    the result is 0. Weights are float32, 1 for the best token.
     """
     vocab_size = weights_BV.shape[1]
     sorted_BV = weights_BV.sort(dim=-1, descending=True).values
@@ -96,10 +91,6 @@ def uniform(seed_B: torch.Tensor, positions_B: torch.Tensor) -> torch.Tensor:
     pseudorandom number generators, OOPSLA 2014; constants of Vigna's splitmix64.c). The state of
     that generator is a counter, so any of its numbers can be computed alone. It starts at the hash
     of the seed, so that seeds that differ by a multiple of the increment have different streams.
-
-    Args:
-        seed_B: int64, any value.
-        positions_B: int64.
     """
     start_B = _mix64(seed_B + _GAMMA)
     bits_B = _mix64(start_B + positions_B * _GAMMA)
@@ -111,10 +102,7 @@ def draw(weights_BV: torch.Tensor, uniform_B: torch.Tensor) -> torch.Tensor:
 
     A token of weight 0 is never drawn. A lane with only zeros, or with NaN, gets an arbitrary id of
     the vocabulary. Running sums are in float64: float32 would round away the tail of a vocabulary.
-
-    Args:
-        weights_BV: float32, at least 0; probabilities up to a factor.
-        uniform_B: float64 in [0, 1).
+    `weights_BV` are probabilities up to a factor.
     """
     weights_BNC = _chunked(weights_BV, fill=0.0)
     mass_BN = weights_BNC.sum(-1).double()

@@ -231,14 +231,9 @@ def reference_route(
 ) -> tuple[Tensor, Tensor]:
     """Return the scores, float32 `[T, top_k]`, and the experts, int64 `[T, top_k]`, of each token.
 
-    The experts are in descending order of what the choice is made by: of the logits, or of the
-    scores plus the correction if there is one or if groups are chosen by sums. Of equal ones the
+    The experts are in descending order of what the choice is made by: the logits, or the scores
+    plus `correction_R` (float32) if there is one or if groups are chosen by sums. Of equal ones the
     expert with the lower number comes first, and so for groups.
-
-    Args:
-        op: the mixture.
-        logits_TR: float32.
-        correction_R: float32, added to the scores for the choice only.
     """
     routing = op.routing
     match routing.scores:
@@ -287,15 +282,9 @@ def reference_experts(
 ) -> Tensor:
     """Return the output of a mixture, `[T, D]` in the dtype of `x_TD`, over unpacked weights.
 
-    On a CPU only the weights of chosen experts are read. On other devices all shapes are static and
-    nothing waits for the device.
-
-    Args:
-        op: the mixture.
-        x_TD: normed hidden states.
-        tensors: not packed, quantised or not.
-        live_T: bool, false for padding, which uses no expert and whose output is zero; None: there
-            is no padding.
+    `live_T` is false for padding, which uses no expert and whose output is zero. On a CPU only the
+    weights of chosen experts are read. On other devices all shapes are static and nothing waits for
+    the device.
     """
     weights_TK, experts_TK = _chosen(op, x_TD, tensors, live_T)
     return reference_products(op, x_TD, tensors, weights_TK, experts_TK)
@@ -467,13 +456,7 @@ def _summed(op: Experts, products_ND: Tensor, weights_TK: Tensor) -> Tensor:
 
 
 def activation_bytes(op: Experts, hidden: int, itemsize: int) -> int:
-    """Return the bytes of the largest tensors of one token, hidden states included.
-
-    Args:
-        op: the mixture.
-        hidden: elements of a hidden state.
-        itemsize: bytes of an element of the model's dtype.
-    """
+    """Return the bytes of the largest tensors of one token, hidden states included."""
     routing = 6 * _FLOAT32 * op.routed + 4 * 8 * op.per_token
     products = 2 * _FLOAT32 * op.per_token * hidden
     # All tokens may have chosen one expert; its inner features are gate and up, and activated.
@@ -486,12 +469,8 @@ def converted_bytes(
 ) -> int:
     """Return the bytes of the weights that `reference_experts` gathers and converts at once.
 
-    Args:
-        op: the mixture.
-        hidden: elements of a hidden state.
-        itemsize: bytes of an element of a stored weight.
-        quantised: whether weights are stored in 8 bits.
-        on_cpu: whether it runs on a CPU, expert by expert.
+    `itemsize` is of a stored weight, `quantised` whether it has 8 bits. On a CPU they are converted
+    expert by expert.
     """
     gate_up = 2 * op.activate.features * hidden
     if on_cpu:

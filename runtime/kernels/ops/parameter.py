@@ -271,13 +271,8 @@ class Narrowed:
 
 
 def cut(parameter: Parameter, rows: Sequence[range], columns: range | None = None) -> Parameter:
-    """Return the part of a parameter with these rows and columns.
-
-    Args:
-        parameter: whole, as a plan describes it.
-        rows: consecutive rows of the stacked tensor each, in the order of the part.
-        columns: of a matrix; None: all.
-    """
+    """Return the part of a whole parameter with these rows of the stacked tensor, in this order,
+    and these columns; None: all."""
     stacked = parameter.stacked_shape
     kept = sum(map(len, rows))
     viewed = parameter.viewed_as

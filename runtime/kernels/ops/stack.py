@@ -22,11 +22,11 @@ from .activation import Activate
 from .attention import Attend
 from .batch import RaggedBatch
 from .experts import Experts
+from .experts_operator import OperatorArguments
 from .layer_plan import BoundLayer, BoundModel, LayerPlan, ModelPlan
 from .linear import Linear
 from .norms import JoinNorms, Norm, QKNorm
 from .operation import AllReduce, Known, Operation, Residual, unsupported
-from .operator_arguments import OperatorArguments
 from .rotation import Rotate
 
 KNOWN_TO_STACK: Known = {

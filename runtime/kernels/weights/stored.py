@@ -60,11 +60,9 @@ class WeightStorage:
     def quantise(self, weight_NK: Tensor) -> tuple[Tensor, Tensor]:
         """Return the 8-bit numbers `[N, K]` of a weight and their float32 scales.
 
-        `int8`: numbers from -127 to 127, scales `[N]`; `fp8`: numbers as float8_e4m3fn, scales
-        `[N, B]`. What holds zeros only has scale 0.
-
-        Raises:
-            ValueError: a row holds NaN or infinity; the message names the first such row.
+        `int8`: numbers from -127 to 127, scales `[N]`; `fp8`: numbers as float8_e4m3fn, scales `[N,
+        B]`. What holds zeros only has scale 0. Raises `ValueError` if a row holds NaN or infinity;
+        the message names the first such row.
         """
         assert self.dtype is not None, "left in the model's dtype"
         n, k = weight_NK.shape

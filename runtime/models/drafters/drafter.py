@@ -107,12 +107,8 @@ class DrafterConfig:
     def layer_group(self, index: int, window: int | None = None) -> LayerGroup:
         """Return its layers as a group.
 
-        Args:
-            index: of the layer group of the target whose block table it uses.
-            window: of that group; its layers attend to no more tokens than that.
-
-        Raises:
-            ConfigError: its attention cannot have a window.
+        Its layers attend to at most `window` tokens, as the layer group of the target whose block
+        table it uses. Raises `ConfigError` if its attention cannot have a window.
         """
         attend = self.layers[0].attend
         if attend.shared_values and window is not None:
@@ -140,15 +136,8 @@ target. Raises `CheckpointError` if a field is missing, mistyped or of an unsupp
 
 
 def check_fits(name: str, sizes: Mapping[str, tuple[object, object]]) -> None:
-    """Compare fields of a drafter with the model that it drafts for.
-
-    Args:
-        name: of the drafter.
-        sizes: field -> its value in the drafter and in the model.
-
-    Raises:
-        ConfigError: for the first field that differs.
-    """
+    """Raise `ConfigError` for the first field (name -> value in the drafter and in the model that
+    it drafts for) in which the drafter `name` differs."""
     for field, (ours, theirs) in sizes.items():
         if ours != theirs:
             raise ConfigError(
@@ -161,8 +150,7 @@ def check_fits(name: str, sizes: Mapping[str, tuple[object, object]]) -> None:
 def layer_config(layer: Json, supported: Sequence[str]) -> ModelConfig:
     """Read the config of a drafter's layers, which must be of a supported `model_type`.
 
-    Raises:
-        CheckpointError: it is of another one, or a field is missing or mistyped.
+    Raises `CheckpointError` if it is of another one, or a field is missing or mistyped.
     """
     model_type = read_field(layer, "model_type", str)
     if model_type not in supported:

@@ -333,8 +333,7 @@ def read_transformers_config(
 def fake_model(model_class: type[Any], source: Any, dtype: str) -> tuple[Any, FakeTensorMode]:
     """Return a model whose tensors have no data, and the mode that operations on it need.
 
-    Raises:
-        CheckpointError: the class cannot be built from this config.
+    Raises `CheckpointError` if the class cannot be built from this config.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode  # slow to import
     from transformers.initialization import no_init_weights

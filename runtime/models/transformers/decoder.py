@@ -157,9 +157,7 @@ class TransformersDecoder(nn.Module):
         """Take a loaded model on the CPU, whose linear layers are replaced one by one.
 
         `groups` are the layer groups of the arena, `storage` is how it stores keys and values.
-
-        Raises:
-            CheckpointError: a weight to quantise holds NaN or infinity.
+        Raises `CheckpointError` if a weight to quantise holds NaN or infinity.
         """
         super().__init__()
         self.config = config
@@ -280,9 +278,7 @@ class TransformersDecoder(nn.Module):
         """Copy the weights of another model of the same config, which is on the CPU.
 
         The addresses of all tensors, and with them captured graphs and compiled code, stay valid.
-
-        Raises:
-            CheckpointError: a weight to quantise holds NaN or infinity. Some are overwritten.
+        Raises `CheckpointError` for NaN or infinity in a weight to quantise; some are overwritten.
         """
         probe = self.config.probe
         for group in linear_groups(probe):

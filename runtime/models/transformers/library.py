@@ -22,14 +22,9 @@ _one_at_a_time = threading.RLock()
 def import_transformers(
     purpose: str = "model_impl='transformers'", extra: str = "transformers"
 ) -> Any:
-    """Return the module `transformers`.
+    """Return the module `transformers`, which the extra `extra` of stepgraph installs.
 
-    Args:
-        purpose: what needs it, for messages.
-        extra: the extra of stepgraph that installs it, for messages.
-
-    Raises:
-        ConfigError: it is missing or too old.
+    Raises `ConfigError`, which begins with `purpose`, if it is missing or too old.
     """
     least = ".".join(map(str, LEAST_VERSION))
     try:

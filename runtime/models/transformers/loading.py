@@ -68,10 +68,7 @@ def check_against_transformers(decoder: TransformersDecoder) -> None:
     """Compare the logits of a prefill and some decode steps with one forward pass of transformers.
 
     Half of the tokens of each kind must agree: with experts, rounding can send a token to another
-    one.
-
-    Raises:
-        CheckpointError: they differ.
+    one. Raises `CheckpointError` if they differ.
     """
     vocabulary = decoder.config.vocab_size
     ids_T = torch.arange(3, 3 + 11 * _TOKENS, 11, device=decoder.device) % vocabulary
@@ -135,9 +132,8 @@ def load_decoder(
 ) -> TransformersDecoder:
     """Load a checkpoint, from safetensors files only, and check the decoder.
 
-    Raises:
-        CheckpointError: transformers cannot load it, parameters are missing or cannot be
-            quantised, or its logits differ from transformers'.
+    Raises `CheckpointError` if transformers cannot load it, parameters are missing or cannot be
+    quantised, or its logits differ from transformers'.
     """
     model = load_model(directory, config, dtype)
     decoder = TransformersDecoder(config, model, kernels, dtype, device, groups, storage)
@@ -146,16 +142,10 @@ def load_decoder(
 
 
 def overwrite_decoder(decoder: TransformersDecoder, model: Any, config: TransformersConfig) -> None:
-    """Give a decoder the weights of a model that `load_model` returned, and check it.
+    """Give a decoder the weights of a model of the same constants that `load_model` returned.
 
-    Args:
-        decoder: whose config has the constants of `config`.
-        model: with other weights.
-        config: of `model`.
-
-    Raises:
-        CheckpointError: a weight to quantise holds NaN or infinity, or the logits of the decoder
-            differ from transformers'. Some weights are overwritten.
+    Raises `CheckpointError` for NaN or infinity in a weight to quantise, and if the logits differ
+    from transformers'. Some weights are overwritten then.
     """
     decoder.overwrite(model)
     decoder.config = config
@@ -165,8 +155,7 @@ def overwrite_decoder(decoder: TransformersDecoder, model: Any, config: Transfor
 def load_model(directory: Path, config: TransformersConfig, dtype: torch.dtype) -> Any:
     """Return the model with its weights on the CPU.
 
-    Raises:
-        CheckpointError: transformers cannot load it, or parameters are missing.
+    Raises `CheckpointError` if transformers cannot load it, or parameters are missing.
     """
     register()
     try:

@@ -212,13 +212,7 @@ class _GivenStates(nn.Module):
 
 
 def head_of(model: nn.Module, base: str, output: type[Any]) -> nn.Module:
-    """Return a copy that shares all modules of a model except `base`.
-
-    Args:
-        model: the model.
-        base: path of the module that returns the final hidden states.
-        output: class of the base's result.
-    """
+    """Return a copy of a model in which its base, at this path, is replaced by `_GivenStates`."""
     return _with(model, base, _GivenStates(output))
 
 
