@@ -26,10 +26,8 @@ if not torch.cuda.is_available() and importlib.util.find_spec("triton") is not N
 import hypothesis
 import transformers
 from stepgraph.runtime import Engine, EngineConfig
-from stepgraph.runtime.engine import startup
 from stepgraph.runtime.kernels import have_compiler
 from stepgraph.runtime.kernels.weights import WeightStorage
-from stepgraph.runtime.memory import measurement
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from .rigs.tiny_models import (
@@ -54,7 +52,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell that runs the tests in the background ignores SIGINT, which the tests send.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-MEASURED_SECONDS = measurement._SECONDS_PER_SERIES
 GPU_BLOCKS = 2048
 """More than any test's rows use, and a few MiB of a tiny model."""
 
@@ -118,30 +115,6 @@ def untuned(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monkey
     for name in ("_known", "_best_config"):
         unused = functools.cache(getattr(tuning, name).__wrapped__)
         monkeypatch.setattr(tuning, name, unused)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def steps_are_measured_briefly() -> Iterator[None]:
-    """An engine that starts measures the smallest step of each series: larger ones take longer
-    than most tests of a tiny model. Tests of measured memory restore the times.
-    """
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measurement, "_SECONDS_PER_SERIES", 0.0)
-        yield
-
-
-@pytest.fixture
-def steps_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine that starts measures as many steps as it does outside of the tests."""
-    monkeypatch.setattr(measurement, "_SECONDS_PER_SERIES", MEASURED_SECONDS)
-
-
-@pytest.fixture
-def steps_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine that starts runs no step: interpreted kernels take seconds for one."""
-    unknown = measurement.StepMemory({"attention_masks": 0})
-    monkeypatch.setattr(startup, "measure_steps", lambda *_, **__: unknown)
-    monkeypatch.setattr(startup, "add_scoring", lambda memory, _: memory)
 
 
 @pytest.fixture(scope="module")

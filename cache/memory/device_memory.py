@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -18,18 +17,12 @@ __all__ = [
     "available_bytes",
     "cgroup_headroom",
     "is_shared_with_os",
-    "peak_bytes",
     "resident_bytes",
 ]
 
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 _CGROUP_MEMBERSHIP = Path("/proc/self/cgroup")
 _STATUS = Path("/proc/self/status")
-_CLEAR_REFS = Path("/proc/self/clear_refs")
-_RESET_PEAK = "5"
-"""Written to `clear_refs`: resets the peak of the resident set (Linux, proc(5))."""
-_PEAK_SLACK = 4 << 20
-"""Bytes by which the kernel's counters of the resident set may differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,41 +85,6 @@ def resident_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.memory_allocated(device))
     return int(psutil.Process().memory_info().rss)
-
-
-def peak_bytes(work: Callable[[], object], device: torch.device) -> int | None:
-    """Run `work`; return the peak of the held bytes minus the bytes held before.
-
-    On CUDA, bytes of tensors. On a CPU, bytes of the resident set, or None if the system does not
-    report its peak. Free memory of the C library is returned to the system first, so that all
-    memory of `work` counts.
-    """
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        before = int(torch.cuda.memory_allocated(device))
-        work()
-        torch.cuda.synchronize(device)
-        return int(torch.cuda.max_memory_allocated(device)) - before
-    held = _reset_peak()
-    work()
-    return None if held is None else max(0, _status_bytes("VmHWM") - held)
-
-
-def _reset_peak() -> int | None:
-    """Reset the peak of the resident set to its size now; return that, or None if it cannot."""
-    try:
-        trim = ctypes.CDLL(None).malloc_trim
-    except (AttributeError, OSError, TypeError):  # another C library, or another system
-        return None
-    trim(0)
-    try:
-        _CLEAR_REFS.write_text(_RESET_PEAK)
-        held, peak = _status_bytes("VmRSS"), _status_bytes("VmHWM")
-    except (OSError, KeyError):
-        return None
-    # Some sandboxes accept the write and ignore it.
-    return held if peak - held < _PEAK_SLACK else None
 
 
 def _status_bytes(name: str) -> int:

@@ -68,7 +68,6 @@ from ..memory.measurement import (
     CapturePeaks,
     Phase,
     StepMemory,
-    add_scoring,
     logged_phase,
     measure_steps,
 )
@@ -389,18 +388,13 @@ class EngineParts:
             if drafter is not None:
                 held["weights"] += drafter.drafter.weight_bytes
                 held["cache"] += drafter.arena.nbytes
-        measured = dict(self.step_memory.measured)
-        activations = measured.get("activations")
-        if self.model.stack is not None and activations is not None:
-            # Allocated when the steps were prepared, so it is in no measured step.
-            measured["activations"] = activations + self.model.stack.workspace_bytes()
         return self.plan.reconcile(
             {
                 **held,
                 "captured_graphs": 0,
                 "host_cache": runner.host_cache_nbytes,
                 "host_buffers": runner.host_nbytes if on_cuda else 0,
-                **measured,
+                **self.step_memory.measured,
             },
             {
                 "reserve": "left free for workspaces and fragmentation",
@@ -812,9 +806,7 @@ def start_parts(
     step_memory = StepMemory({})
     if group is None or group.rank == 0:  # the other ranks run the same steps as followers
         with log("measure"):
-            have_run = resolved.mode != "eager"
-            step_memory = measure_steps(runner, kernels, captured, have_run=have_run)
-            step_memory = add_scoring(step_memory, runner)
+            step_memory = measure_steps(runner, model, captured)
     all_hits, all_misses = _code_cache()
     parts = EngineParts(
         resolved,

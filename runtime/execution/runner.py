@@ -531,11 +531,6 @@ class Runner:
         self.library.close()
         self.functions.close()
 
-    @property
-    def captures(self) -> bool:
-        """Whether steps are captured, with memory of their own."""
-        return self._capturer is not None
-
     def compile_kernels(self, *, progress: bool = False) -> CompiledKernels:
         """Compile the Triton kernels of all steps in parallel, before they are prepared."""
         from ..kernels.triton.precompile import (

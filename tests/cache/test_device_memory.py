@@ -1,4 +1,4 @@
-"""What a device says of its memory: limits, what is free, what is held, and peaks."""
+"""What a device says of its memory: limits, and what is free."""
 
 from __future__ import annotations
 
@@ -86,30 +86,3 @@ def test_limit_is_below_what_the_system_has(
     assert device_memory.available_bytes(torch.device("cpu")) == 4000
     write_group(tmp_path, (2, str(1 << 80), "1000", 0))
     assert 4000 < device_memory.available_bytes(torch.device("cpu")) < 1 << 60
-
-
-def test_peak_counts_what_is_given_back() -> None:
-    cpu = torch.device("cpu")
-
-    def work() -> None:
-        torch.ones(48 << 20, dtype=torch.uint8)
-
-    peak = device_memory.peak_bytes(work, cpu)
-    if peak is None:
-        pytest.skip("this system does not tell the peak of the resident set")
-    assert 48 << 20 <= peak + (1 << 20) < 64 << 20
-    small = device_memory.peak_bytes(lambda: None, cpu)
-    assert small is not None
-    assert small < 8 << 20
-
-
-def test_a_peak_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ran = []
-    monkeypatch.setattr(device_memory, "_CLEAR_REFS", tmp_path / "missing" / "clear_refs")
-    assert device_memory.peak_bytes(lambda: ran.append(1), torch.device("cpu")) is None
-    # A sandbox that takes the write and does nothing.
-    monkeypatch.setattr(device_memory, "_CLEAR_REFS", tmp_path / "clear_refs")
-    monkeypatch.setattr(device_memory, "_STATUS", tmp_path / "status")
-    (tmp_path / "status").write_text("Name:\tx\nVmHWM:\t  900000 kB\nVmRSS:\t  100000 kB\n")
-    assert device_memory.peak_bytes(lambda: ran.append(2), torch.device("cpu")) is None
-    assert ran == [1, 2]

@@ -33,7 +33,6 @@ from ..speculation.test_speculation import run_mixed
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [
-    pytest.mark.usefixtures("steps_are_not_measured"),
     pytest.mark.skipif(
         not (INTERPRETED or torch.cuda.is_available()),
         reason="needs a CUDA device or the interpreter",
