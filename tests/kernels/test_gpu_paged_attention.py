@@ -72,24 +72,25 @@ class Decode:
         self, q: Tensor, k: Tensor, v: Tensor | None, arena: Tensor, place: LayerPlace,
         batch: RaggedBatch, form: AttentionForm,
     ) -> Tensor:  # fmt: skip
-        (tokens, heads, width), where = q.shape, (place, batch, form)
-        partials = sa.new_partials(tokens, heads, self.splits, form.value_dim, q.device)
-        out = q.new_empty(tokens, heads * form.value_dim)
+        (tokens, heads, width), where = q.shape, (arena, place, batch, form)
+        group, itemsize = heads // arena.shape[3], arena.element_size()
+        tile = self.tile or sa.choose_tile(group, width, form.value_dim, itemsize)
         rotation = self.rotation or unturned(tokens, width)
         if v is None:
             slots = batch.slots[place.group]
             reference_store(k, v, arena, place.position, slots, batch.block_size, form.storage)
-            decode_ready_attention(q, arena, *where, partials, out, tile=self.tile)
-        elif self.apart:
+            return decode_ready_attention(q, *where, self.splits, tile)
+        if self.apart:
             q = rotate_and_store(fused(q, k, v), arena, place, rotation, batch, form)
-            decode_ready_attention(q, arena, *where, partials, out, tile=self.tile)
-        else:
-            counters = torch.zeros(tokens * k.shape[1], dtype=torch.int32, device=q.device)
-            decode_attention(
-                fused(q, k, v), arena, place, rotation, batch, form, partials, counters, out,
-                tile=self.tile,
-            )  # fmt: skip
-            assert not counters.any(), "zeros for the next launch"
+            return decode_ready_attention(q, *where, self.splits, tile)
+        partials = sa.new_partials(tokens, heads, self.splits, form.value_dim, q.device)
+        out = q.new_empty(tokens, heads * form.value_dim)
+        counters = torch.zeros(tokens * k.shape[1], dtype=torch.int32, device=q.device)
+        decode_attention(
+            fused(q, k, v), arena, place, rotation, batch, form, partials, counters, out,
+            tile=tile,
+        )  # fmt: skip
+        assert not counters.any(), "zeros for the next launch"
         return out.view(tokens, heads, form.value_dim)
 
 

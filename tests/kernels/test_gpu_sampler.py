@@ -140,7 +140,7 @@ def test_more_weights_than_a_program_holds(monkeypatch: pytest.MonkeyPatch, roun
 # What is not a distribution ----------------------------------------------------------------------
 
 
-def test_greedy_is_the_lowest_of_the_largest() -> None:
+def test_greedy_is_the_lowest_of_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:
     for vocab_size, dtype in zip((2, 130, 3000), DTYPES, strict=True):
         logits = logits_of(9, vocab_size, 3, dtype).round().to(DEVICE)  # many are equal
         assert torch.equal(triton_sampler.greedy(logits), logits.argmax(-1))
@@ -148,6 +148,9 @@ def test_greedy_is_the_lowest_of_the_largest() -> None:
         tokens = triton_sampler.greedy(bad)
         assert tokens[BAD_LANES].eq(NON_FINITE).all()
         assert torch.equal(tokens, sample_greedy(bad))
+    monkeypatch.setattr(sampler_module, "_CHUNK", 32)  # more chunks than are compared at a time
+    logits = logits_of(1, 40_000, 3, torch.float32).round().to(DEVICE)
+    assert torch.equal(triton_sampler.greedy(logits), logits.argmax(-1))
 
 
 @pytest.mark.parametrize("case", [CASES[15], *(pytest.param(case, marks=SLOW) for case in CASES)])

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import itertools
 import json
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,13 +25,17 @@ from stepgraph.runtime.kernels.triton.linear import (
     ROW_CLASSES,
     GpuLinear,
     LinearConfig,
-    ProductSizes,
+)
+from stepgraph.runtime.kernels.triton.linear_kernels import gate_up
+from stepgraph.runtime.kernels.triton.tuning import (
+    Product,
+    Tuned,
+    TuningKey,
+    best_config,
     bounded_prefetch,
     candidate_configs,
     default_config,
 )
-from stepgraph.runtime.kernels.triton.linear_kernels import gate_up
-from stepgraph.runtime.kernels.triton.tuning import Tuned, TuningKey, best_config
 from stepgraph.runtime.models.plan import model_plan
 from stepgraph.runtime.models.presets import PRESETS
 from stepgraph.runtime.tools import tune
@@ -43,7 +45,6 @@ from ..rigs.tiny_models import Tiny
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-GPU_FOLDER = Path(tuning.__file__).parent
 BF16 = torch.bfloat16
 KEY = TuningKey("gate_up", 4, 8192, 2048, "bfloat16", "int8", "card", "3.6.0", "abc")
 TUNED = Tuned(LinearConfig(8, 512, 4, prefetch=8192), 15.6, 17.25)
@@ -61,12 +62,12 @@ MIXTURES = {
 
 @pytest.mark.parametrize("kernel", ["norm_linear", "gate_up", "residual_linear"])
 def test_candidates_are_launchable(kernel: str) -> None:
-    for rows, (n, k), weight_bytes, tight in itertools.product(
-        ROW_CLASSES, SHAPES, (1, 2, 4), (False, True)
+    for rows, shape, weight_dtype, tight in itertools.product(
+        ROW_CLASSES, SHAPES, (torch.int8, BF16, torch.float32), (False, True)
     ):
-        sizes = ProductSizes(kernel, rows, n, k, weight_bytes, 132, tight)
-        configs = candidate_configs(sizes)
-        assert configs[0] == default_config(sizes)
+        product = Product(kernel, rows, *shape, BF16, weight_dtype, META)
+        configs = candidate_configs(product, 132, tight)
+        assert configs[0] == default_config(product, 132, tight)
         assert len(set(configs)) == len(configs)
         for size in itertools.chain(*((config.block_n, config.block_k) for config in configs)):
             assert size >= 1
@@ -88,22 +89,22 @@ def prefetched(config: LinearConfig, n: int, k: int) -> int:
 
 
 def test_prefetch_is_rounded_to_what_kernels_request() -> None:
-    config, sizes = LinearConfig(16, 256), ProductSizes("gate_up", 1, 8192, 2048, 2, 132)
+    config, product = LinearConfig(16, 256), Product("gate_up", 1, 8192, 2048, BF16, BF16, META)
     assert prefetched(config, 8192, 2048) == 0
-    assert prefetched(bounded_prefetch(config, sizes, 24 << 20), 8192, 2048) == 6
-    assert prefetched(bounded_prefetch(config, sizes, 64 << 20), 8192, 2048) == 16
+    assert prefetched(bounded_prefetch(config, product, 24 << 20), 8192, 2048) == 6
+    assert prefetched(bounded_prefetch(config, product, 64 << 20), 8192, 2048) == 16
     assert prefetched(replace(config, prefetch=1 << 30), 8192, 2048) == 16
     assert prefetched(replace(config, prefetch=1 << 30), 8192, 2047) == 0, "rows are not aligned"
 
 
 def test_sizes_are_chosen_for_the_device_that_launches_are_recorded_for() -> None:
     """Below compute capability 9 as where something is added first: kernels take more registers."""
-    shape = ("gate_up", 4, 8192, 2048, BF16, BF16, META)
+    product = Product("gate_up", 4, 8192, 2048, BF16, BF16, META)
     with record_kernel_calls(80):
-        older = best_config(*shape)
+        older = best_config(product)
     with record_kernel_calls(90):
-        assert best_config(*shape, pending=True) == older
-        assert best_config(*shape) != older
+        assert best_config(product, pending=True) == older
+        assert best_config(product) != older
 
 
 def sizes_of(
@@ -165,11 +166,11 @@ def test_what_is_stored_is_found_under_its_key_alone(field: str) -> None:
 
 
 def test_the_best_is_what_was_tuned_or_the_default() -> None:
-    shape = ("residual_linear", 2, 96, 64, BF16, torch.int8, CPU)
-    sizes = ProductSizes("residual_linear", 2, 96, 64, 1, num_multiprocessors(CPU))
-    assert best_config(*shape) == default_config(sizes) != TUNED.config
-    tuning.store({tuning.tuning_key(*shape): TUNED})
-    assert best_config(*shape) == TUNED.config
+    product = Product("residual_linear", 2, 96, 64, BF16, torch.int8, CPU)
+    default = default_config(product, num_multiprocessors(CPU))
+    assert best_config(product) == default != TUNED.config
+    tuning.store({tuning.tuning_key(product): TUNED})
+    assert best_config(product) == TUNED.config
 
 
 def changed(**changes: Any) -> str:
@@ -200,24 +201,6 @@ def test_a_file_that_is_not_understood(content: str, caplog: pytest.LogCaptureFi
     assert tuning.lookup(KEY, list) == TUNED.config
 
 
-def test_the_source_is_all_that_kernels_are_made_of() -> None:
-    """The files with kernels and device functions that operations come to by their imports."""
-
-    def has_kernels(name: str) -> bool:
-        return "@triton.jit" in (GPU_FOLDER / name).read_text()
-
-    found: set[str] = set()
-    queue = ["linear_kernels.py", "experts.py"]
-    for name in queue:
-        for node in ast.walk(ast.parse((GPU_FOLDER / name).read_text())):
-            if isinstance(node, ast.ImportFrom) and node.level == 1 and node.module:
-                imported = f"{node.module}.py"
-                if imported not in found and has_kernels(imported):
-                    found.add(imported)
-                    queue.append(imported)
-    assert (found | set(queue[:2])) - {"kernel_calls.py"} == set(tuning.SOURCES)
-
-
 # The tuner ---------------------------------------------------------------------------------------
 
 
@@ -227,7 +210,7 @@ def _small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tune, "CONTEXT", 20)
     monkeypatch.setattr(tune, "LAYERS", 1)
     candidates, of_experts = tuning.candidate_configs, tiles.candidate_tiles
-    monkeypatch.setattr(tuning, "candidate_configs", lambda sizes: candidates(sizes)[:4:3])
+    monkeypatch.setattr(tuning, "candidate_configs", lambda *sizes: candidates(*sizes)[:4:3])
     monkeypatch.setattr(tiles, "candidate_tiles", lambda *a, **k: of_experts(*a, **k)[:4:3])
 
 

@@ -5,7 +5,6 @@ Triton is imported when a model is made, not before: a plan of memory needs none
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -44,11 +43,9 @@ def gpu_kernels(
     """
 
     def chosen() -> Operations:
-        if operations is not None:
-            return operations
         from .stack import Operations
 
-        return Operations.batch_invariant() if batch_invariant else Operations()
+        return operations or (Operations.batch_invariant() if batch_invariant else Operations())
 
     def make_stack(model: BoundModel) -> Stack:
         from .stack import GpuStack
@@ -76,7 +73,11 @@ def gpu_kernels(
         chosen().norm_linear(x_TK, GpuLinear(weight_NK, scales_N, bias_N), out_TN)
         return out_TN
 
-    attention, experts = _operators()
+    if torch.cuda.is_available():
+        from .decode_attention import paged_attention_on_gpu as attention
+        from .experts import experts_on_gpu as experts
+    else:  # nothing calls the kernels, and Triton may be missing
+        attention, experts = paged_attention, opaque_experts
     return Kernels(
         name="triton",
         attention=attention,
@@ -92,14 +93,3 @@ def gpu_kernels(
         make_decode_step=None if batch_invariant else make_decode_step,
         batch_invariant=batch_invariant,
     )
-
-
-def _operators() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
-    """Attention and experts; without a device nothing calls the kernels, and Triton may be
-    missing."""
-    if not torch.cuda.is_available():
-        return paged_attention, opaque_experts
-    from .decode_attention import paged_attention_on_gpu
-    from .experts import experts_on_gpu
-
-    return paged_attention_on_gpu, experts_on_gpu

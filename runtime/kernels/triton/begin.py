@@ -6,7 +6,7 @@ of rotation, E half of what is rotated of a head, D hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -20,8 +20,7 @@ from .quantised import as_numbers, kernel_weight
 __all__ = ["Beginning", "Embedding", "Rotations", "begin_decode"]
 
 
-@dataclass(frozen=True, slots=True)
-class Embedding:
+class Embedding(NamedTuple):
     """Rows of the embedding, as its layer stores them."""
 
     weight: Tensor
@@ -36,8 +35,7 @@ class Embedding:
     """The tokens whose rows these are: embeddings of others are zeros. None: all tokens."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rotations:
+class Rotations(NamedTuple):
     """How far pairs of elements turn from one position to the next."""
 
     frequencies: Tensor
@@ -46,8 +44,7 @@ class Rotations:
     """float32 `[K, E]`: factors of cosines and sines."""
 
 
-@dataclass(frozen=True, slots=True)
-class Beginning:
+class Beginning(NamedTuple):
     """What the layers of a decode step begin with."""
 
     x: Tensor
@@ -89,9 +86,8 @@ def begin_decode(
     weight, storage = kernel_weight(GpuLinear(embedding.weight, embedding.scales))
     call_kernel(
         _begin_decode, (tokens, 1 + triton.cdiv(hidden, block)),
-        rows_T, token_ids_R, positions_R, block_tables, weight, embedding.scales,
-        rotations.frequencies, rotations.amplitudes, out.x, out.positions, out.slots, out.cos,
-        out.sin, tokens, state_rows, columns, block_size, hidden, half, embedding.factor,
+        rows_T, token_ids_R, positions_R, block_tables, weight, embedding.scales, *rotations, *out,
+        tokens, state_rows, columns, block_size, hidden, half, embedding.factor,
         0 if embedding.held is None else embedding.held.start, weight.shape[0],
         GROUPS=groups, KINDS=kinds, BLOCK_D=block, BLOCK_E=triton.next_power_of_2(half),
         SCALED=embedding.factor != 1.0, PART=embedding.held is not None, **storage,

@@ -26,7 +26,14 @@ from torch import Tensor
 
 from ..ops.attention import AttentionForm, define_paged_attention, reference_paged_attention
 from ..ops.batch import LayerPlace, RaggedBatch
-from .kernel_calls import call_kernel, let_dependents_start, num_multiprocessors, wait_for_inputs
+from .kernel_calls import (
+    call_kernel,
+    is_aligned,
+    let_dependents_start,
+    num_multiprocessors,
+    prefetch,
+    wait_for_inputs,
+)
 from .prefill_attention import prefill_attention, prefill_tiles, prefill_tiling
 from .quantised import cache_views, fp8_is_native, store_vectors
 from .split_attention import (
@@ -65,46 +72,22 @@ __all__ = [
     "triton_paged_attention",
 ]
 
-_LINE_BYTES = 128
-"""Of a line of the L2 cache."""
-
 _MOST_NEAR_BYTES = 16 << 20
 """Of the next weight that are brought near: a part of the cache (50 MiB) that is not yet read from
 when the next kernel needs it."""
 
 
-@triton.jit
-def _bring_line(ptr, offset):  # type: ignore[no-untyped-def]
-    """Ask for the lines at these byte offsets to be brought to the L2 cache."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l",
-        [ptr.to(tl.uint64, bitcast=True) + offset.to(tl.uint64)],
-        dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
-def _bring_weight(  # type: ignore[no-untyped-def]
-    weight_ptr, lines, lines_each, program, LANES: tl.constexpr, LINE: tl.constexpr
-):  # fmt: skip
-    """Of the lines of a weight this program's share."""
-    for start in range(0, lines_each, LANES):
-        line = tl.minimum(program * lines_each + start + tl.arange(0, LANES), lines - 1)
-        _bring_line(weight_ptr, line.to(tl.int64) * LINE)
-
-
-@triton.jit(do_not_specialize=["lines", "lines_each"])
+@triton.jit(do_not_specialize=["near", "share"])
 def _decode_attention(  # type: ignore[no-untyped-def]
     qkv_ptr, keys_ptr, key_scales_ptr, values_ptr, value_scales_ptr, q_norm_ptr, k_norm_ptr,
     cos_ptr, sin_ptr, sinks_ptr, slots_ptr, tables_ptr, token_rows_ptr, positions_ptr,
     acc_ptr, m_ptr, l_ptr, counters_ptr, out_ptr, weight_ptr, table_stride, window,
-    eps, scale, lines, lines_each,
+    eps, scale, near, share,
     GROUP: tl.constexpr, G: tl.constexpr, E: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     STORAGE: tl.constexpr, NATIVE_FP8: tl.constexpr, SOFTCAP: tl.constexpr, CHUNK: tl.constexpr,
     OFFSET_NORMS: tl.constexpr, ALL_HEADS: tl.constexpr, FLOOR: tl.constexpr,
     TEMPERATURE: tl.constexpr, BLOCK_E: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr,
-    LANES: tl.constexpr, LINE: tl.constexpr, COMBINED: tl.constexpr,
-    PDL: tl.constexpr,
+    COMBINED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (g, s, t): kv head g of row t, split s."""
     g, split, t = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -112,19 +95,19 @@ def _decode_attention(  # type: ignore[no-untyped-def]
     i = tl.arange(0, BLOCK_E)
     h = tl.arange(0, HEADS)
     inside = h < GROUP
-    q_weights, q_weights_opposite, k_weights, k_weights_opposite = None, None, None, None
-    q_reciprocal, k_reciprocal = None, None
+    q_weights, k_weights, q_reciprocal, k_reciprocal = None, None, None, None
     if q_norm_ptr is not None:
         q_heads = g * GROUP + tl.minimum(h, GROUP - 1)
-        q_weights, q_weights_opposite = load_norm(q_norm_ptr, q_heads, E, BLOCK_E, ALL_HEADS)
+        q_weights = load_norm(q_norm_ptr, q_heads, E, BLOCK_E, ALL_HEADS)
         k_head = g + tl.zeros([1], tl.int32)
-        k_weights, k_weights_opposite = load_norm(k_norm_ptr, k_head, E, BLOCK_E, ALL_HEADS)
+        k_weights = load_norm(k_norm_ptr, k_head, E, BLOCK_E, ALL_HEADS)
     sink = 0.0
     if sinks_ptr is not None:
         sink = load_sinks(sinks_ptr + g * GROUP + h, inside)
     if PDL and weight_ptr is not None:
         program = (t * splits + split) * G + g
-        _bring_weight(weight_ptr, lines, lines_each, program, LANES, LINE)
+        start = tl.minimum(program.to(tl.int64) * share, near - share)
+        prefetch(weight_ptr.to(tl.int64) + start, share, PDL)
     wait_for_inputs(PDL)
     let_dependents_start(PDL)
     position = tl.load(positions_ptr + t).to(tl.int32)
@@ -142,8 +125,8 @@ def _decode_attention(  # type: ignore[no-untyped-def]
         if ALL_HEADS:
             q_reciprocal = reciprocal_of_heads(qkv_ptr, row, eps, GROUP * G * E)
         q = normed_and_turned(
-            qkv_ptr, row + (g * GROUP + h) * E, inside, q_weights, q_weights_opposite,
-            q_reciprocal, cos, sin, eps, E, BLOCK_E, OFFSET_NORMS,
+            qkv_ptr, row + (g * GROUP + h) * E, inside, q_weights, q_reciprocal, cos, sin, eps, E,
+            BLOCK_E, OFFSET_NORMS,
         )  # fmt: skip
         q = tempered(q, position, FLOOR, TEMPERATURE)
         m = tl.full([HEADS], float("-inf"), tl.float32)
@@ -155,8 +138,8 @@ def _decode_attention(  # type: ignore[no-untyped-def]
             if ALL_HEADS:
                 k_reciprocal = reciprocal_of_heads(qkv_ptr, row + GROUP * G * E, eps, G * E)
             key = normed_and_turned(
-                qkv_ptr, k_start, one, k_weights, k_weights_opposite, k_reciprocal, cos, sin, eps,
-                E, BLOCK_E, OFFSET_NORMS,
+                qkv_ptr, k_start, one, k_weights, k_reciprocal, cos, sin, eps, E, BLOCK_E,
+                OFFSET_NORMS,
             ).to(tl.float32)  # fmt: skip
             v_at = (k_start + G * E)[:, None] + i[None, :]
             value = tl.load(qkv_ptr + v_at, mask=(i < E)[None, :], other=0.0).to(tl.float32)
@@ -212,8 +195,13 @@ def decode_attention(
 ) -> None:
     """Write the step's keys and values, and attend.
 
-    The batch is uniform, of one token a row: none sees another's key.
-    Arguments as in `reference_decode_attention`; besides:
+    Args:
+        qkv_TN: queries, keys and values of each row, `[T, (H + 2G) * E]`, contiguous.
+        arena: all layers' cache.
+        place: this one's part of it.
+        rotation: norms, angles of the rows, and the temperature.
+        batch: uniform, one token a row: none sees another's key. Needs no `read_blocks`.
+        form: what attention this is.
         partials: workspace of T rows, with as many splits as the launch.
         counters: `new_counters`, which are zeros before and after; to combine more than one split.
             No two launches that share them may run at the same time.
@@ -231,32 +219,31 @@ def decode_attention(
     views = cache_views(kv, head_dim, batch.block_size, form.storage)
     tile = tile or choose_tile(group, head_dim, head_dim, views.keys.element_size())
     splits = partials.m.shape[2]
-    lines = 0
-    if next_weight is not None:
-        lines = min(next_weight.nbytes, _MOST_NEAR_BYTES) // _LINE_BYTES
+    near = 0
+    if next_weight is not None and is_aligned(next_weight):
+        near = min(next_weight.nbytes, _MOST_NEAR_BYTES) // 16 * 16
         next_weight = next_weight.view(torch.uint8)  # not every device knows float8
-    lines_each = triton.cdiv(lines, tokens * splits * kv_heads)
-    threads, combined = 32 * tile.num_warps, 0
+    share = triton.cdiv(near, 16 * tokens * splits * kv_heads) * 16
+    combined = 0
     if splits == 1:
         counters = None
     else:
         assert counters is not None
         assert counters.numel() >= tokens * kv_heads
         # Eight numbers a thread of each of the four splits that are in flight.
+        threads = 32 * tile.num_warps
         combined = min(triton.next_power_of_2(group), max(1, 8 * threads // padded(head_dim)))
     call_kernel(
         _decode_attention, (kv_heads, splits, tokens),
         qkv_TN, *views, rotation.q_norm, rotation.k_norm, rotation.cos, rotation.sin,
         form.sinks, batch.slots[place.group], block_tables, batch.token_rows, batch.positions,
-        *partials, counters, attended_TN, next_weight if lines else None,
-        block_tables.shape[1], form.window or NO_WINDOW, rotation.eps, form.scale, lines,
-        lines_each,
+        *partials, counters, attended_TN, next_weight if near else None,
+        block_tables.shape[1], form.window or NO_WINDOW, rotation.eps, form.scale, near, share,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
         GROUP=group, G=kv_heads, E=head_dim, BLOCK_SIZE=batch.block_size, STORAGE=form.storage,
-        NATIVE_FP8=fp8_is_native(), SOFTCAP=form.softcap, CHUNK=form.chunk,
-        **rotation.constants, BLOCK_E=padded(head_dim),
-        HEADS=max(tile.heads, triton.next_power_of_2(group)), TILE=tile.positions, LANES=threads,
-        LINE=_LINE_BYTES, COMBINED=combined,
+        NATIVE_FP8=fp8_is_native(), SOFTCAP=form.softcap, CHUNK=form.chunk, **rotation.constants,
+        BLOCK_E=padded(head_dim), HEADS=max(tile.heads, triton.next_power_of_2(group)),
+        TILE=tile.positions, COMBINED=combined,
     )  # fmt: skip
 
 
@@ -268,16 +255,7 @@ def reference_decode_attention(
     batch: RaggedBatch,
     form: AttentionForm,
 ) -> Tensor:
-    """What `decode_attention` computes, in plain torch: `[T, H * E]`.
-
-    Args:
-        qkv_TN: queries, keys and values of each row, `[T, (H + 2G) * E]`, contiguous.
-        arena: all layers' cache.
-        place: this one's part of it.
-        rotation: norms, angles of the rows, and the temperature.
-        batch: uniform, one token a row; kernels need no `read_blocks`.
-        form: what attention this is.
-    """
+    """What `decode_attention` computes, in plain torch: `[T, H * E]`."""
     kv_heads, head_dim = arena.shape[3], form.value_dim
     qkv = qkv_TN.unflatten(1, (-1, head_dim))
     q, k, v = qkv.split((qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
@@ -345,25 +323,21 @@ def decode_ready_attention(
     place: LayerPlace,
     batch: RaggedBatch,
     form: AttentionForm,
-    partials: Partials,
-    attended_TN: Tensor,
-    *,
-    tile: Tile | None = None,
-) -> None:
-    """Attend to keys that are all written, one token a row. Arguments as in `decode_attention`; the
-    elements of a query are contiguous.
-    """
+    splits: int,
+    tile: Tile,
+) -> Tensor:
+    """Attend to keys that are all written, one token a row: `[T, H, E]`. The elements of a query
+    are contiguous."""
     kv, block_tables = arena[place.position], batch.block_tables[place.group]
     tokens, heads, head_dim = q_THD.shape
     kv_heads, value_dim = kv.shape[2], form.value_dim
-    views = cache_views(kv, head_dim, batch.block_size, form.storage)
     group = heads // kv_heads
-    tile = tile or choose_tile(group, head_dim, value_dim, views.keys.element_size())
-    only = attended_TN if partials.m.shape[2] == 1 else None
+    partials = new_partials(tokens, heads, splits, value_dim, q_THD.device)
+    out = q_THD.new_empty(tokens, heads, value_dim)
     call_kernel(
-        _decode_ready_attention,
-        (kv_heads * triton.cdiv(group, tile.heads), partials.m.shape[2], tokens),
-        q_THD, *views, form.sinks, block_tables, batch.token_rows, batch.positions, *partials, only,
+        _decode_ready_attention, (kv_heads * triton.cdiv(group, tile.heads), splits, tokens),
+        q_THD, *cache_views(kv, head_dim, batch.block_size, form.storage), form.sinks, block_tables,
+        batch.token_rows, batch.positions, *partials, out if splits == 1 else None,
         q_THD.stride(0), q_THD.stride(1), block_tables.stride(0), form.window or NO_WINDOW,
         form.scale,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
@@ -372,8 +346,9 @@ def decode_ready_attention(
         CHUNK=form.chunk, BLOCK_V=padded(value_dim), BLOCK_REST=padded(head_dim - value_dim),
         HEADS=tile.heads, TILE=tile.positions,
     )  # fmt: skip
-    if only is None:
-        combine_splits(partials, attended_TN)
+    if splits > 1:
+        combine_splits(partials, out)
+    return out
 
 
 def triton_paged_attention(
@@ -407,10 +382,7 @@ def triton_paged_attention(
     for most in filter(None, (form.window, form.chunk)):
         longest = min(longest, most)
     splits = choose_splits(tokens, kv_heads, longest, num_multiprocessors(device), tile.positions)
-    partials = new_partials(tokens, heads, splits, form.value_dim, device)
-    out = q_THD.new_empty(tokens, heads * form.value_dim)
-    decode_ready_attention(q_THD, arena, place, batch, form, partials, out, tile=tile)
-    return out.view(tokens, heads, form.value_dim)
+    return decode_ready_attention(q_THD, arena, place, batch, form, splits, tile)
 
 
 paged_attention_on_gpu = define_paged_attention("triton_paged_attention", triton_paged_attention)

@@ -43,7 +43,7 @@ from .kernel_calls import (
 from .linear import EXPERT_PRODUCTS, FEW_ROWS, SCALE_BLOCK, GpuLinear, LinearConfig
 from .quantised import as_numbers, kernel_weight
 from .rowwise import activate, activation_constants, scaled
-from .tuning import TuningKey, lookup, tuning_key
+from .tuning import Product, TuningKey, lookup, tuning_key
 
 __all__ = [
     "ExpertSizes",
@@ -182,10 +182,9 @@ class ExpertSizes:
 
     def key(self, kernel: str) -> TuningKey:
         """Return the key under which a product is tuned."""
-        return tuning_key(
-            kernel, self.tokens, *self.product(kernel), self.dtype, self.weight_dtype, self.device,
-            experts=self.op.total, per_token=self.op.per_token,
-        )  # fmt: skip
+        dtypes, op = (self.dtype, self.weight_dtype, self.device), self.op
+        shape = (self.tokens, *self.product(kernel), *dtypes, op.total, op.per_token)
+        return tuning_key(Product(kernel, *shape))
 
 
 def expert_tiles(sizes: ExpertSizes) -> tuple[LinearConfig, LinearConfig]:

@@ -33,6 +33,7 @@ __all__ = [
     "runs_by_pair",
 ]
 
+_EXPERTS = {"router_bias", "correction", "gate_up_bias", "down_bias", "shared", "scaled_inputs"}
 SUPPORTED: Known = {
     Norm: frozenset({"offset"}),
     Linear: frozenset({"bias", "split", "unit"}),
@@ -42,19 +43,9 @@ SUPPORTED: Known = {
     Activate: frozenset({"limit", "alpha", "up_offset"}),
     AllReduce: frozenset(),
     Residual: frozenset({"scale"}),
-    Experts: frozenset(
-        {
-            "router_bias",
-            "correction",
-            "gate_up_bias",
-            "down_bias",
-            "shared",
-            "scaled_inputs",
-        }
-    ),
+    Experts: frozenset(_EXPERTS),
 }
 """Traits of each kind of operation."""
-
 
 _WORTH_BYTES = 16 << 20
 """Bytes that an H100 or H200 reads in 4 to 5 µs, about the time of three kernels: assumed."""
@@ -92,12 +83,11 @@ class Attention:
 
 @dataclass(frozen=True)
 class ResidualLinear:
-    """A linear layer whose result is added to the hidden states, after a norm or without."""
+    """A linear layer whose result times `scale` is added to the hidden states, normed or not."""
 
     linear: Linear
     norm: Norm | None
     scale: float = 1.0
-    """Factor of the result."""
     name: str = "down"
     sums: bool = False
     """Ranks add their results first, by a kernel of its own with the residual and the norms."""
@@ -110,11 +100,6 @@ class Activation:
     activate: Activate
     name: str = "activate"
 
-    @property
-    def features(self) -> int:
-        """Features of the result."""
-        return self.activate.features
-
 
 @dataclass(frozen=True)
 class Mixture:
@@ -124,21 +109,18 @@ class Mixture:
     experts: Experts
     output_norm: Norm | None
     scale: float = 1.0
-    """Factor of the result."""
     name: str = "experts"
     sums: bool = False
-    """As of `ResidualLinear`."""
+    """See `ResidualLinear`, as for `scale`."""
 
     @property
     def operations(self) -> tuple[str, ...]:
         """The names of its kernels, fields of `Operations`, in order."""
-        if self.norm is None and self.output_norm is None:
-            return ("route", "experts")
-        return ("norm_rows", "route", "experts")  # norms, or adds what attention returned
+        norms = self.norm is not None or self.output_norm is not None
+        return ("norm_rows", "route", "experts") if norms else ("route", "experts")
 
 
 Fused = NormLinear | Attention | ResidualLinear | Activation | Mixture
-
 
 _PATTERNS: list[tuple[tuple[type[Operation], ...], Callable[..., Fused]]] = [
     ((Norm, Linear, Activate), NormLinear),
@@ -233,13 +215,8 @@ def fusion_obstacle(plan: ModelPlan) -> str | None:
 def runs_by_pair(experts: Experts, tokens: int, expert_bytes: float) -> bool:
     """Return whether each pair of a token and an expert is computed by itself.
 
-    Tokens that share an expert then read its weights once each. Blocks of pairs read them once, in
-    three kernels more.
-
-    Args:
-        experts: the mixture.
-        tokens: of a step.
-        expert_bytes: of the weights of an expert.
+    Tokens of a step that share an expert then read its weights (`expert_bytes`) once each. Blocks
+    of pairs read them once, in three kernels more.
     """
     repeated = tokens * experts.per_token - experts.expected_experts(tokens)
     return tokens <= FEW_ROWS and repeated * expert_bytes <= _WORTH_BYTES

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from .dependent import is_dependent_launch_enabled
 
@@ -34,21 +35,25 @@ __all__ = [
     "CAPABILITY",
     "INTERPRETED",
     "KernelCall",
+    "arrives_last",
     "call_kernel",
     "compute_capability",
     "divert_kernel_calls",
+    "is_aligned",
     "let_dependents_start",
     "num_multiprocessors",
+    "prefetch",
     "record_kernel_calls",
     "wait_for_inputs",
 ]
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether kernels run in the interpreter; read once, as Triton does."""
-
 MULTIPROCESSORS = 1 if INTERPRETED else 132
 """What sizes are chosen for where there is no device: an H100 or H200 (SXM), or the interpreter,
 which takes its time for each program."""
+CAPABILITY = 90
+"""Compute capability, times ten, of the device that sizes are chosen for where there is none."""
 
 
 @triton.jit
@@ -63,6 +68,50 @@ def let_dependents_start(PDL: tl.constexpr):  # type: ignore[no-untyped-def]
     """Let the next kernel be set up; it still waits for this one's writes."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def prefetch(address, size, PDL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Ask for `size` bytes to be brought to the L2 cache: one request of one thread.
+
+    Address and size are multiples of 16. Nothing is kept in registers and nothing waits. Processors
+    have this from compute capability 9 on, as they have dependent launch.
+    """
+    if PDL:
+        tl.inline_asm_elementwise(
+            """{
+            .reg .pred p; .reg .u32 t;
+            mov.u32 t, %tid.x;
+            setp.eq.u32 p, t, 0;
+            @p cp.async.bulk.prefetch.L2.global [$1], $2;
+            mov.u32 $0, 0;
+            }""",
+            "=r,l,r",
+            [address, size],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
+def arrives_last(counter_ptr, programs):  # type: ignore[no-untyped-def]
+    """Count this program at `counter_ptr`; whether it is the last of `programs`.
+
+    What a program stored is visible to the last one: the barrier puts the stores of its threads
+    before the count, which releases them and acquires those of the programs that were counted
+    before (PTX ISA, "Memory Consistency Model"); the second barrier holds back the other threads.
+    Loads must not be served by L1 (use `.cg`), which other processors do not write to.
+    """
+    tl.debug_barrier()
+    before = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu")
+    tl.debug_barrier()
+    return before == programs - 1
+
+
+def is_aligned(tensor: Tensor) -> bool:
+    """Whether `prefetch` may begin at a tensor; "meta" has no addresses."""
+    return tensor.is_meta or tensor.data_ptr() % 16 == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,30 +141,18 @@ class KernelCall:
         return options | self.constants
 
 
-CAPABILITY = 90
-"""Compute capability, times ten, of the device that sizes are chosen for where there is none."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Diversion:
-    """Who gets calls, and the device that they are for."""
-
-    receive: Callable[[KernelCall], object]
-    capability: int | None
-
-
-_diversion: ContextVar[_Diversion | None] = ContextVar("diverted kernel calls", default=None)
+_Receiver = Callable[[KernelCall], object]
+_diversion: ContextVar[tuple[_Receiver, int | None] | None]
+_diversion = ContextVar("who receives kernel calls, and the device they are for", default=None)
 
 
 @contextmanager
-def divert_kernel_calls(
-    receive: Callable[[KernelCall], object], capability: int | None = None
-) -> Iterator[None]:
+def divert_kernel_calls(receive: _Receiver, capability: int | None = None) -> Iterator[None]:
     """Call `receive` with each kernel call of this block and thread instead of carrying it out.
 
     Sizes are chosen for a device of this compute capability (times ten); None: the current device.
     """
-    token = _diversion.set(_Diversion(receive, capability))
+    token = _diversion.set((receive, capability))
     try:
         yield
     finally:
@@ -155,20 +192,18 @@ def call_kernel(
         constants["PDL"] = enabled and compute_capability() >= 90
     call = KernelCall(kernel, grid, args, constants, num_warps, num_stages)
     if diversion is not None:
-        diversion.receive(call)
+        diversion[0](call)
     else:
         kernel[grid](*args, **call.options)
 
 
 def num_multiprocessors(device: torch.device) -> int:
     """Of a CUDA device; `MULTIPROCESSORS` for any other."""
-    if device.type != "cuda":
-        return MULTIPROCESSORS
-    return _device_multiprocessors(device)
+    return _multiprocessors(device) if device.type == "cuda" else MULTIPROCESSORS
 
 
 @cache
-def _device_multiprocessors(device: torch.device) -> int:
+def _multiprocessors(device: torch.device) -> int:
     count: int = torch.cuda.get_device_properties(device).multi_processor_count
     return count
 
@@ -179,8 +214,8 @@ def compute_capability() -> int:
     `CAPABILITY` where there is none.
     """
     diversion = _diversion.get()
-    if diversion is not None and diversion.capability is not None:
-        return diversion.capability
+    if diversion is not None and diversion[1] is not None:
+        return diversion[1]
     if not torch.cuda.is_available():
         return CAPABILITY
     return _device_capability(torch.cuda.current_device())

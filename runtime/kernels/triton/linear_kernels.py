@@ -40,8 +40,10 @@ from torch import Tensor
 from ..ops.activation import Activate
 from .kernel_calls import (
     call_kernel,
+    is_aligned,
     let_dependents_start,
     num_multiprocessors,
+    prefetch,
     wait_for_inputs,
 )
 from .linear import (
@@ -68,7 +70,7 @@ from .rowwise import (
     row_statistics,
     scaled,
 )
-from .tuning import best_config
+from .tuning import Product, best_config
 
 __all__ = [
     "RowSizes",
@@ -130,9 +132,10 @@ def linear_of_few_rows(  # type: ignore[no-untyped-def]
     if PREFETCH:  # rows, of gate and up of each
         first = tl.program_id(0) * BLOCK_N
         here = tl.minimum(N - first, PREFETCH)
-        _prefetch_rows(w_ptr, first, here, ROW_BYTES, PDL)
+        prefetch(w_ptr.to(tl.int64) + first.to(tl.int64) * ROW_BYTES, here * ROW_BYTES, PDL)
         if GATED:
-            _prefetch_rows(w_ptr, N + first, here, ROW_BYTES, PDL)
+            up = w_ptr.to(tl.int64) + (N + first).to(tl.int64) * ROW_BYTES
+            prefetch(up, here * ROW_BYTES, PDL)
     channel_scales = 1.0
     if scale_ptr is not None and not SCALE_BLOCKS:
         channel_scales = tl.load(scale_ptr + weight_n)
@@ -238,30 +241,6 @@ def _load_stage(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _prefetch_rows(w_ptr, row, rows, ROW_BYTES: tl.constexpr, PDL: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Ask for `rows` rows of weights to be brought to the L2 cache: one request of one thread.
-
-    Nothing is kept in registers and nothing waits. Processors have this from compute capability 9
-    on, as they have dependent launch. Rows are of whole 16 bytes.
-    """
-    if PDL:
-        tl.inline_asm_elementwise(
-            """{
-            .reg .pred p; .reg .u32 t;
-            mov.u32 t, %tid.x;
-            setp.eq.u32 p, t, 0;
-            @p cp.async.bulk.prefetch.L2.global [$1], $2;
-            mov.u32 $0, 0;
-            }""",
-            "=r,l,r",
-            [w_ptr.to(tl.int64) + row.to(tl.int64) * ROW_BYTES, rows * ROW_BYTES],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-
-
-@triton.jit
 def _grown(  # type: ignore[no-untyped-def]
     sums, w, norm, scales, start, inputs, K: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr,
     NORM: tl.constexpr, OFFSET: tl.constexpr, POST_OFFSET: tl.constexpr, STORAGE: tl.constexpr,
@@ -283,10 +262,6 @@ def _grown(  # type: ignore[no-untyped-def]
     return grown
 
 
-Product = Callable[[Tensor, GpuLinear, Tensor], None]
-"""`product(x_TK, linear, out_TN)`, of any number of rows."""
-
-
 def linear_product(
     name: str,
     x_TK: Tensor,
@@ -299,7 +274,7 @@ def linear_product(
     activate: Activate | None = None,
     scale: float = 1.0,
     config: LinearConfig | None = None,
-    product: Product | None = None,
+    product: Callable[[Tensor, GpuLinear, Tensor], None] | None = None,
 ) -> None:
     """`out = residual + scale * linear(norm(x))`, of up to four rows in one kernel.
 
@@ -314,12 +289,12 @@ def linear_product(
         out_TN: written; may be `residual_TN` itself.
         norm: of the input; None: the rows as they are.
         pending: added before.
-        residual_TN: what the product is added to; not with an activation.
+        residual_TN: not with an activation, and nor is `scale`.
         activate: without limit, alpha and offset.
-        scale: factor of results; not with an activation.
+        scale: factor of results.
         config: sizes for up to four rows; None: as tuned, or the default.
-        product: computes the product of any number of rows, in a kernel of its own; None: the
-            library does if there are more than four.
+        product: `product(x_TK, linear, out_TN)` of any number of rows; None: the library's, if
+            there are more than four.
 
     Raises ValueError for sizes that do not fit together.
     """
@@ -353,14 +328,13 @@ def linear_product(
             torch.mul(product_TN, scale, out=out_TN)
         return
     if config is None:
-        dtypes = (out_TN.dtype, linear.weight.dtype)
-        config = best_config(name, rows, n, k, *dtypes, x_TK.device, pending=pending is not None)
+        shape = Product(name, rows, n, k, out_TN.dtype, linear.weight.dtype, x_TK.device)
+        config = best_config(shape, pending=pending is not None)
     row_count = row_class(rows)
     weight, storage = kernel_weight(linear)
     row_bytes = k * weight.element_size()
-    # A prefetch takes rows that begin and end at multiples of 16 bytes; "meta" has no addresses.
-    aligned = row_bytes % 16 == 0 and (weight.is_meta or weight.data_ptr() % 16 == 0)
-    ahead = config.prefetch // (row_bytes * (2 if gated else 1)) if aligned else 0
+    may_prefetch = row_bytes % 16 == 0 and is_aligned(weight)
+    ahead = config.prefetch // (row_bytes * (2 if gated else 1)) if may_prefetch else 0
     vector = min(16 // weight.element_size(), config.block_k)
     word = 4 // weight.element_size()
     if k % word or vector % word:

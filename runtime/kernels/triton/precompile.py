@@ -70,8 +70,19 @@ def compile_kernels(
     threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)))  # Triton is for Linux
     if INTERPRETED:
         return CompiledKernels(0, threads, 0.0, ())
-    compiling = _Compiling()
+    titles: dict[Any, str] = {}  # of kernels that are compiled or under way
     failures: list[str] = []
+    refused: dict[str, None] = {}
+
+    def compile_call(call: KernelCall) -> None:
+        """Compile the kernel of a call; keeps no reference to its tensors."""
+        try:
+            compiled = call.kernel.run(*call.args, grid=call.grid, warmup=True, **call.options)
+        except Exception as error:  # its first call raises it again
+            refused[_failure(_title(call), error)] = None
+        else:  # calls with the same specialisation get the same object
+            titles.setdefault(compiled, _title(call))
+
     with (
         ThreadPoolExecutor(threads, thread_name_prefix="stepgraph-compile") as executor,
         # Errors are kept with the kernels, and read from there.
@@ -79,43 +90,18 @@ def compile_kernels(
     ):
         for name, step in steps:
             try:
-                with divert_kernel_calls(compiling.receive), FilledMemory(torch.Tensor.zero_):
+                with divert_kernel_calls(compile_call), FilledMemory(torch.Tensor.zero_):
                     step()
             except Exception as error:
                 failures.append(f"step {name}: {type(error).__name__}: {error}")
-    failures += compiling.failures()
+    failures += refused
+    for compiled, title in titles.items():
+        future = compiled.future if isinstance(compiled, triton.FutureKernel) else None
+        if future is not None and (raised := future.exception()) is not None:
+            failures.append(_failure(title, raised))
     for failure in failures:
         logger.warning("not compiled ahead of the first launch: %s", failure)
-    seconds = time.perf_counter() - began
-    return CompiledKernels(len(compiling.kernels), threads, seconds, tuple(failures))
-
-
-class _Compiling:
-    """Kernels that are compiled or under way, with their names."""
-
-    def __init__(self) -> None:
-        self.kernels: dict[Any, str] = {}
-        self._refused: list[str] = []
-
-    def receive(self, call: KernelCall) -> None:
-        """Compile the kernel of a call; keeps no reference to its tensors."""
-        try:
-            compiled = call.kernel.run(*call.args, grid=call.grid, warmup=True, **call.options)
-        except Exception as error:  # its first call raises it again
-            self._refused.append(_failure(_title(call), error))
-            return
-        # Calls with the same specialisation get the same object.
-        self.kernels.setdefault(compiled, _title(call))
-
-    def failures(self) -> list[str]:
-        """Return name and error of each kernel that was not compiled."""
-        found = list(dict.fromkeys(self._refused))
-        for compiled, title in self.kernels.items():
-            if isinstance(compiled, triton.FutureKernel):
-                error = compiled.future.exception()
-                if error is not None:
-                    found.append(_failure(title, error))
-        return found
+    return CompiledKernels(len(titles), threads, time.perf_counter() - began, tuple(failures))
 
 
 class _WithLauncher:
@@ -125,10 +111,8 @@ class _WithLauncher:
     """
 
     def __init__(self, executor: ThreadPoolExecutor, report: Callable[[int, int], None]) -> None:
-        self._executor = executor
-        self._report = report
-        self._submitted = 0
-        self._finished = count(1)
+        self._executor, self._report = executor, report
+        self._submitted, self._finished = 0, count(1)
 
     def submit(self, compile_kernel: Callable[[], Any]) -> Future[Any]:
         """Run in a thread."""

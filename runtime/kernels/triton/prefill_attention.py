@@ -43,8 +43,8 @@ from .kernel_calls import (
 from .quantised import (
     cache_views,
     fp8_is_native,
-    load_numbers,
     load_scales,
+    load_vectors,
     scale_offset,
     vector_offset,
 )
@@ -61,8 +61,8 @@ __all__ = [
 
 _SCAN = 1024
 """Tokens that the kernel of tiles looks at together."""
-
-
+_MOST_PART_BYTES = 32 << 20
+"""Of partial results: where they would be more, one program sums all parts of its tile."""
 SPLIT = 1024
 """Positions of a part of the context in steps whose parts are the same in all steps."""
 
@@ -134,13 +134,8 @@ def any_tiling(head_dim: int, dtype: torch.dtype, storage: str) -> PrefillTiling
 
 
 def prefill_tiles(token_rows_T: Tensor, rows: int, tokens_of_tile: int) -> Tensor:
-    """First token of each tile, then T, int32; tiles are enough for any partition into rows.
-
-    Args:
-        token_rows_T: int64; equal ones are neighbours.
-        rows: most distinct rows besides the null row.
-        tokens_of_tile: most tokens of a tile.
-    """
+    """First token of each tile, then T, int32; tiles are enough for any partition into `rows` rows
+    besides the null row. Equal `token_rows_T`, int64, are neighbours."""
     tokens = token_rows_T.shape[0]
     count = triton.cdiv(tokens, tokens_of_tile) + rows + 1
     out = torch.empty(count, dtype=torch.int32, device=token_rows_T.device)
@@ -172,10 +167,6 @@ def _tiles_kernel(  # type: ignore[no-untyped-def]
         tl.store(tiles_ptr + place, tl.zeros_like(place) + T, mask=place < COUNT)
 
 
-_MOST_PART_BYTES = 32 << 20
-"""Of partial results: where they would be more, one program sums all parts of its tile."""
-
-
 def prefill_attention(
     q_THD: Tensor,
     arena: Tensor,
@@ -187,14 +178,8 @@ def prefill_attention(
 ) -> Tensor:
     """Attend to what `arena[place.position]` holds: `[T, H, E]`, finite for padded tokens too.
 
-    Args:
-        q_THD: queries, rotated, in the model's dtype.
-        arena: the cache, where the step's own keys and values are written already.
-        place: the layer's.
-        batch: its tokens, see the contract above.
-        form: what the attention is; its scale is above 0.
-        tiles: of its token rows, as `prefill_tiles` makes them for `tiling.tokens(H // G)`.
-        tiling: as `prefill_tiling` chooses it.
+    Queries are rotated, in the model's dtype, and the step's own keys and values are written. Tiles
+    are what `prefill_tiles` returns for `tiling.tokens(H // G)`; the scale of `form` is above 0.
     """
     t, h, d = q_THD.shape
     g, e = arena.shape[3], form.value_dim
@@ -367,16 +352,10 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
             place = n % BLOCK_SIZE
             at = vector_offset(block, kv_head, place, G, D, BLOCK_SIZE, STORAGE)
 
-            k = load_numbers(
-                keys_ptr, at[:, None] + d[None, :], stored[:, None] & (d < D)[None, :],
-                dtype, STORAGE, NATIVE_FP8,
-            )  # fmt: skip
+            k = load_vectors(keys_ptr, at, d, stored, D, dtype, STORAGE, NATIVE_FP8)
             scores = tl.dot(q, tl.trans(k), input_precision="ieee")
             if BLOCK_REST:
-                k_rest = load_numbers(
-                    keys_ptr, at[:, None] + rest[None, :], stored[:, None] & (rest < D)[None, :],
-                    dtype, STORAGE, NATIVE_FP8,
-                )  # fmt: skip
+                k_rest = load_vectors(keys_ptr, at, rest, stored, D, dtype, STORAGE, NATIVE_FP8)
                 scores = tl.dot(q_rest, tl.trans(k_rest), scores, input_precision="ieee")
             if QUANTISED:
                 scales_at = scale_offset(block, kv_head, place, G, D, BLOCK_SIZE)
@@ -398,16 +377,9 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
 
             if LATENT and E == BLOCK_D:
                 v = k.to(weight_dtype)
-            elif LATENT:
-                v = load_numbers(
-                    keys_ptr, at[:, None] + e[None, :], stored[:, None] & (e < E)[None, :],
-                    weight_dtype, STORAGE, NATIVE_FP8,
-                )  # fmt: skip
             else:
-                v = load_numbers(
-                    values_ptr, at[:, None] + e[None, :], stored[:, None] & (e < E)[None, :],
-                    weight_dtype, STORAGE, NATIVE_FP8,
-                )  # fmt: skip
+                v_ptr = keys_ptr if LATENT else values_ptr
+                v = load_vectors(v_ptr, at, e, stored, E, weight_dtype, STORAGE, NATIVE_FP8)
             if QUANTISED:
                 if LATENT:
                     weights *= key_scale[None, :]

@@ -33,8 +33,8 @@ __all__ = [
     "cache_views",
     "fp8_is_native",
     "kernel_weight",
-    "load_numbers",
     "load_scales",
+    "load_vectors",
     "scale_offset",
     "store_vectors",
     "vector_offset",
@@ -93,17 +93,21 @@ def scale_offset(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def load_numbers(  # type: ignore[no-untyped-def]
-    numbers_ptr, offsets, mask, dtype: tl.constexpr, STORAGE: tl.constexpr, NATIVE_FP8: tl.constexpr
+def load_vectors(  # type: ignore[no-untyped-def]
+    numbers_ptr, at, i, stored, WIDTH: tl.constexpr, dtype: tl.constexpr, STORAGE: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
 ):  # fmt: skip
-    """Numbers as `dtype` (the model's); 0 where masked, whatever the memory holds."""
+    """Elements `i`, below WIDTH, of the vectors [N] at `at`, as `dtype` (the model's); 0 where they
+    are not `stored`, whatever the memory holds."""
+    pointers = numbers_ptr + (at[:, None] + i[None, :])
+    mask = stored[:, None] if i.shape[0] == WIDTH else stored[:, None] & (i < WIDTH)[None, :]
     # Everything in branches: what follows a branch that returns is compiled all the same.
     if STORAGE == "model":
-        numbers = tl.load(numbers_ptr + offsets, mask=mask, other=0.0)
+        numbers = tl.load(pointers, mask=mask, other=0.0)
     elif STORAGE == "int8":
-        numbers = tl.load(numbers_ptr + offsets, mask=mask, other=0).to(tl.float32)
+        numbers = tl.load(pointers, mask=mask, other=0).to(tl.float32)
     else:
-        numbers = decode_fp8(tl.load(numbers_ptr + offsets, mask=mask, other=0), NATIVE_FP8)
+        numbers = decode_fp8(tl.load(pointers, mask=mask, other=0), NATIVE_FP8)
     return numbers.to(dtype)
 
 

@@ -1,6 +1,6 @@
 """The samplers of a GPU: two kernels for all sampling parameters, two for greedy sampling.
 
-Shapes: B or T rows of the step, R rows of the state, V vocabulary, C chunks of neighbouring tokens.
+Shapes: B rows of the step, R rows of the state, V vocabulary, C chunks of neighbouring tokens.
 The references in plain torch are `sample_full`, `sample_drafted` and `sample_greedy` in
 `runtime/sampling/reference_sampler.py`; with masks, of logits after `mask_logits`.
 """
@@ -17,7 +17,7 @@ from ..ops.token_masks import MASK_BITS, LaneMasks
 from .kernel_calls import call_kernel, let_dependents_start, wait_for_inputs
 from .sampler_kernels import chunk_statistics, finish_rows, masked_chunk
 
-__all__ = ["best_of_chunks", "full_rows", "greedy_rows", "pick_greedy"]
+__all__ = ["full_rows", "greedy_rows"]
 
 _CHUNK = 1024
 """Tokens of a program that reads logits: 126 programs for one row of a vocabulary of 128k."""
@@ -122,25 +122,28 @@ def greedy_rows(
 
     With `masks`, of the tokens that they allow. With `feed` it becomes the row's newest.
     """
-    maxima_BC, ids_BC = best_of_chunks(logits_BV.contiguous(), masks)
-    return pick_greedy(maxima_BC, ids_BC, feed)
-
-
-def best_of_chunks(logits_TV: Tensor, masks: LaneMasks | None = None) -> tuple[Tensor, Tensor]:
-    """Return the largest of each chunk of 1024 contiguous logits and its token, `[T, C]`.
-
-    Maxima are float32 (+inf if the chunk holds NaN), tokens int32, of equal logits the lowest. With
-    `masks`, the largest of those that the mask of the lane allows.
-    """
-    tokens, vocab_size = logits_TV.shape
-    assert logits_TV.is_contiguous()
+    logits_BV = logits_BV.contiguous()
+    (rows, vocab_size), device = logits_BV.shape, logits_BV.device
     chunks = triton.cdiv(vocab_size, _CHUNK)
-    maxima_TC = torch.empty(tokens, chunks, dtype=torch.float32, device=logits_TV.device)
-    ids_TC = torch.empty(tokens, chunks, dtype=torch.int32, device=logits_TV.device)
-    own = (None, None, 0) if masks is None else (*masks, masks.bits.stride(0))
-    grid = (tokens, chunks)
-    call_kernel(_best_of_chunks, grid, logits_TV, maxima_TC, ids_TC, *own, vocab_size, CHUNK=_CHUNK)
-    return maxima_TC, ids_TC
+    maxima_BC = torch.empty(rows, chunks, dtype=torch.float32, device=device)
+    ids_BC = torch.empty(rows, chunks, dtype=torch.int32, device=device)
+    tokens_B = torch.empty(rows, dtype=torch.int64, device=device)
+    call_kernel(
+        _best_of_chunks, (rows, chunks),
+        logits_BV, maxima_BC, ids_BC,
+        *((None, None, 0) if masks is None else (*masks, masks.bits.stride(0))), vocab_size,
+        CHUNK=_CHUNK,
+    )  # fmt: skip
+    call_kernel(
+        _pick_greedy, (rows,),
+        maxima_BC, ids_BC, *((None,) * 4 if feed is None else feed), tokens_B, chunks,
+        0 if feed is None else feed.token_ids.shape[0] - 1,
+        BLOCK=min(1024, triton.next_power_of_2(chunks)),
+    )  # fmt: skip
+    return tokens_B
+
+
+_NON_FINITE = tl.constexpr(NON_FINITE)
 
 
 @triton.jit
@@ -148,7 +151,8 @@ def _best_of_chunks(  # type: ignore[no-untyped-def]
     logits_ptr, best_ptr, best_id_ptr, words_ptr, mask_rows_ptr, words_stride, V,
     CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, chunk): finds the largest logit that is allowed."""
+    """Program (row, chunk): the largest logit that is allowed, +inf for NaN, of equal ones the
+    first."""
     wait_for_inputs(PDL)
     let_dependents_start(PDL)
     row, chunk = tl.program_id(0), tl.program_id(1)
@@ -158,7 +162,6 @@ def _best_of_chunks(  # type: ignore[no-untyped-def]
     if words_ptr is not None:
         words_ptr += tl.load(mask_rows_ptr + row) * words_stride
         logits, _ = masked_chunk(logits, words_ptr, chunk, token, V, CHUNK)
-    # NaN counts as +inf, whatever `tl.max` does with NaN.
     logits = tl.where(logits == logits, logits, float("inf"))
     logits = tl.where(token < V, logits, float("-inf"))
     largest = tl.max(logits, axis=0, keep_dims=True)
@@ -169,31 +172,12 @@ def _best_of_chunks(  # type: ignore[no-untyped-def]
     tl.store(best_id_ptr + place, best_id)
 
 
-def pick_greedy(maxima_TC: Tensor, ids_TC: Tensor, feed: Feedback | None = None) -> Tensor:
-    """Return the best token of each row, int64 `[T]`; of equal ones the lowest id.
-
-    `NON_FINITE` where a maximum is +inf or all of them are -inf. The arguments are what
-    `best_of_chunks` returns, with chunks in the order of the vocabulary; tokens go to `feed`, too.
-    """
-    rows, chunks = maxima_TC.shape
-    tokens_T = torch.empty(rows, dtype=torch.int64, device=maxima_TC.device)
-    call_kernel(
-        _pick_greedy, (rows,),
-        maxima_TC, ids_TC, *((None,) * 4 if feed is None else feed), tokens_T, chunks,
-        0 if feed is None else feed.token_ids.shape[0] - 1,
-        BLOCK=min(1024, triton.next_power_of_2(chunks)),
-    )  # fmt: skip
-    return tokens_T
-
-
-_NON_FINITE = tl.constexpr(NON_FINITE)
-
-
 @triton.jit
 def _pick_greedy(  # type: ignore[no-untyped-def]
     maxima_ptr, ids_ptr, rows_ptr, positions_ptr, token_ids_ptr, state_positions_ptr, tokens_ptr,
     chunks, null_row, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """Program (row): the token of the largest maximum, fed back where there is a feed."""
     token = tl.program_id(0)
     wait_for_inputs(PDL)
     let_dependents_start(PDL)

@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 
 from ..ops.batch import NON_FINITE
-from .kernel_calls import let_dependents_start, wait_for_inputs
+from .kernel_calls import arrives_last, let_dependents_start, wait_for_inputs
 
 __all__ = ["chunk_statistics", "finish_rows", "masked_chunk"]
 
@@ -236,20 +236,11 @@ def _count_accepted(  # type: ignore[no-untyped-def]
     lane, row, tokens_ptr, rows_ptr, inputs_ptr, counts_ptr, arrived_ptr, N, LANES: tl.constexpr
 ):  # fmt: skip
     """Count the token of this lane as drawn; the last lane of the row adds the accepted tokens, and
-    the one after them, to its counts. At `arrived_ptr` there is a 0 for each row; LANES >= N.
-
-    What a lane stored is visible to the last one: the barrier puts the stores of its threads before
-    the count, which releases them and acquires those of the lanes that were counted before (PTX
-    ISA, "Memory Consistency Model"); the second barrier holds back the other threads. Their tokens
-    are not loaded by L1, which other processors do not write to.
-    """
+    the one after them, to its counts. At `arrived_ptr` there is a 0 for each row; LANES >= N."""
     first = lane - lane % N
     i = tl.arange(0, LANES)
     of_row = tl.load(rows_ptr + first + i, mask=i < N, other=-1) == row
-    tl.debug_barrier()
-    before = tl.atomic_add(arrived_ptr + lane // N, 1, sem="acq_rel", scope="gpu")
-    tl.debug_barrier()
-    if before == tl.sum(of_row.to(tl.int32), 0) - 1:
+    if arrives_last(arrived_ptr + lane // N, tl.sum(of_row.to(tl.int32), 0)):
         tokens = tl.load(tokens_ptr + first + i, mask=of_row, other=-1, cache_modifier=".cg")
         drafts = tl.load(inputs_ptr + first + i + 1, mask=of_row & (i + 1 < N), other=-1)
         right = of_row & (tokens == drafts) & (tokens >= 0)
@@ -496,7 +487,7 @@ def _first_above(mass, target, index):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _uniform(seed, position):  # type: ignore[no-untyped-def]
-    """`uniform` of `kernels/selection.py` for one seed and position."""
+    """`uniform` of `kernels/ops/draws.py` for one seed and position."""
     gamma = tl.full([], 0x9E3779B97F4A7C15, tl.uint64)
     start = _mix64(seed.to(tl.uint64, bitcast=True) + gamma)
     bits = _mix64(start + position.to(tl.uint64, bitcast=True) * gamma)

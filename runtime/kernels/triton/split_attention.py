@@ -1,6 +1,4 @@
-"""How many splits attention of a decode step has: plain numbers, which need no Triton.
-
-What kernels of split attention share: the loop over a run of positions, and how runs are joined.
+"""What kernels of split attention share: the loop over a run of positions, and how runs are joined.
 
 Shapes: T rows of the step, H query heads, G kv heads, V value_dim (head_dim, or the latent part of
 a key), D the width of a key (V, or latent and rotated part), S splits.
@@ -25,8 +23,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .kernel_calls import call_kernel, let_dependents_start, num_multiprocessors, wait_for_inputs
-from .quantised import load_numbers, load_scales, scale_offset, vector_offset
+from .kernel_calls import (
+    arrives_last,
+    call_kernel,
+    let_dependents_start,
+    num_multiprocessors,
+    wait_for_inputs,
+)
+from .quantised import load_scales, load_vectors, scale_offset, vector_offset
 
 __all__ = [
     "MOST_SPLITS",
@@ -50,6 +54,8 @@ __all__ = [
 ]
 
 MOST_SPLITS = 32
+NO_WINDOW = 1 << 30
+"""Tokens of the window of a layer that has none."""
 
 
 def choose_splits(
@@ -64,10 +70,6 @@ def choose_splits(
     programs = multiprocessors * (1 if rows <= 2 else 2)
     tiles = -(-most_positions // tile_positions)
     return max(1, min(programs // (rows * kv_heads), tiles, MOST_SPLITS))
-
-
-NO_WINDOW = 1 << 30
-"""Tokens of the window of a layer that has none."""
 
 
 class Partials(NamedTuple):
@@ -89,19 +91,15 @@ def new_partials(
     tokens: int, heads: int, splits: int, value_dim: int, device: torch.device
 ) -> Partials:
     """Workspace for `tokens` rows, uninitialised."""
-    shape = (tokens, heads, splits)
-    acc, m, denominator = (
-        torch.empty(shape_, dtype=torch.float32, device=device)
-        for shape_ in ((*shape, value_dim), shape, shape)
-    )
-    return Partials(acc, m, denominator)
+    shapes = ((tokens, heads, splits, value_dim), *((tokens, heads, splits),) * 2)
+    return Partials(*(torch.empty(s, dtype=torch.float32, device=device) for s in shapes))
 
 
 def new_counters(device: torch.device) -> Tensor:
     """Workspace of `combine_as_last`: int32 zeros, one for each row and kv head that can be split.
 
-    `splits.choose_splits` makes no more than twice as many programs as there are processors, so
-    there are at most as many rows times heads with two splits as there are processors.
+    `choose_splits` makes at most two programs a processor, so at most as many rows times heads have
+    two splits as there are processors.
     """
     return torch.zeros(num_multiprocessors(device), dtype=torch.int32, device=device)
 
@@ -198,7 +196,7 @@ def attend_run(  # type: ignore[no-untyped-def]
     STORAGE: tl.constexpr, NATIVE_FP8: tl.constexpr, SOFTCAP: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_REST: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Go on with the softmax (m, total, acc) over the tiles begin ... behind - 1.
+    """Continue the softmax (m, total, acc) over the tiles begin ... behind - 1.
 
     `block` are the `table_entries` of the first tile: they are asked for early, because keys wait
     for them. Without `values_ptr` the first V elements of the keys are the values, and `q_rest`
@@ -215,20 +213,18 @@ def attend_run(  # type: ignore[no-untyped-def]
         seen = (n >= first) & (n < end)
         at = vector_offset(block, head, n % BLOCK_SIZE, G, D, BLOCK_SIZE, STORAGE)
         scale_at = scale_offset(block, head, n % BLOCK_SIZE, G, D, BLOCK_SIZE)
-        mask = seen[:, None] if V == BLOCK_V else seen[:, None] & (i < V)[None, :]
-        here = at[:, None] + i[None, :]
-        keys = load_numbers(keys_ptr, here, mask, dtype, STORAGE, NATIVE_FP8)
+        keys = load_vectors(keys_ptr, at, i, seen, V, dtype, STORAGE, NATIVE_FP8)
         # Of the next tile, so that keys in flight wait for no table.
         block = table_entries(table_ptr, first, end, tile + 1, BLOCK_SIZE, TILE)
         scores = tl.dot(q, tl.trans(keys), input_precision="ieee")
         if values_ptr is None:
-            inside = seen[:, None] & (V + rest < D)[None, :]
-            there = at[:, None] + V + rest[None, :]
-            keys_rest = load_numbers(keys_ptr, there, inside, dtype, STORAGE, NATIVE_FP8)
+            keys_rest = load_vectors(
+                keys_ptr, at + V, rest, seen, D - V, dtype, STORAGE, NATIVE_FP8
+            )
             scores = tl.dot(q_rest, tl.trans(keys_rest), scores, input_precision="ieee")
             values = keys.to(weight_dtype)
         else:
-            values = load_numbers(values_ptr, here, mask, weight_dtype, STORAGE, NATIVE_FP8)
+            values = load_vectors(values_ptr, at, i, seen, V, weight_dtype, STORAGE, NATIVE_FP8)
         if STORAGE != "model":
             key_scales = load_scales(key_scales_ptr, scale_at, seen)
             scores *= key_scales[None, :]
@@ -272,19 +268,13 @@ def combine_as_last(  # type: ignore[no-untyped-def]
     acc_ptr, m_ptr, l_ptr, counter_ptr, out_ptr, head, splits, used, GROUP: tl.constexpr,
     V: tl.constexpr, BLOCK_V: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Count this program at `counter_ptr`; the last of `used` puts together what all of them have
-    stored of the heads `head` ... `head + GROUP - 1` of all rows, `ROWS` at a time.
+    """The last of `used` programs to count itself at `counter_ptr` puts together what all of them
+    have stored of the heads `head` ... `head + GROUP - 1` of all rows, `ROWS` at a time.
 
-    It does so in the order of the splits: the result is the same whoever is last, whose counter is
-    zero again for the next launch. What a program stored is visible to the last one: the barrier
-    puts the stores of its threads before the count, which releases them and acquires those of the
-    programs that were counted before (PTX ISA, "Memory Consistency Model"); the second barrier
-    holds back the other threads. No load is served by L1, which other processors do not write to.
+    It does so in the order of the splits: the result is the same whoever is last. The counter is
+    zero again for the next launch.
     """
-    tl.debug_barrier()
-    before = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu")
-    tl.debug_barrier()
-    if before == used - 1:
+    if arrives_last(counter_ptr, used):
         tl.store(counter_ptr, 0)
         i = tl.arange(0, BLOCK_V)
         for start in range(0, GROUP, ROWS):
@@ -337,11 +327,11 @@ def _combine_splits(  # type: ignore[no-untyped-def]
     tl.store(out_ptr + head * V + i, out.to(out_ptr.dtype.element_ty), mask=i < V)
 
 
-def combine_splits(partials: Partials, out_TN: Tensor) -> None:
-    """Put the splits together: `out_TN` `[T, H * V]`, contiguous, in the model's dtype."""
+def combine_splits(partials: Partials, out_THV: Tensor) -> None:
+    """Put the splits together in a contiguous tensor of the model's dtype."""
     tokens, heads, splits, value_dim = partials.acc.shape
     block = min(padded(value_dim), 128)
     call_kernel(
-        _combine_splits, (heads, tokens, triton.cdiv(value_dim, block)), *partials, out_TN, splits,
+        _combine_splits, (heads, tokens, triton.cdiv(value_dim, block)), *partials, out_THV, splits,
         H=heads, V=value_dim, BLOCK_S=triton.next_power_of_2(splits), BLOCK_V=block,
     )  # fmt: skip

@@ -285,7 +285,7 @@ class _Chain:
         elif isinstance(fused, Mixture):
             self._mix(kernel, fused)
         elif isinstance(fused, Activation):
-            out_TF = self._value.new_empty(self._value.shape[0], fused.features)
+            out_TF = self._value.new_empty(self._value.shape[0], fused.activate.features)
             with operation(fused.name):
                 self._operations.activate_rows(self._value, out_TF, fused.activate)
             self._value = out_TF

@@ -78,7 +78,7 @@ class HeadRotation(NamedTuple):
 def load_norm(  # type: ignore[no-untyped-def]
     norm_ptr, heads, E: tl.constexpr, BLOCK_E: tl.constexpr, ALL_HEADS: tl.constexpr
 ):  # fmt: skip
-    """Weights of the norm of `heads` [N], and those of the elements opposite, in float32.
+    """Weights of the norm of `heads` [N], and weights of the elements opposite, in float32.
 
     `[1, BLOCK_E]`, or `[N, BLOCK_E]` if all heads are normed together; heads outside of the model
     must be forced into its range.
@@ -105,15 +105,14 @@ def reciprocal_of_heads(x_ptr, start, eps, N: tl.constexpr):  # type: ignore[no-
 
 @triton.jit
 def normed_and_turned(  # type: ignore[no-untyped-def]
-    x_ptr, starts, inside, weights, weights_opposite, reciprocal, cos, sin, eps,
-    E: tl.constexpr, BLOCK_E: tl.constexpr, OFFSET_NORMS: tl.constexpr,
+    x_ptr, starts, inside, weights, reciprocal, cos, sin, eps, E: tl.constexpr,
+    BLOCK_E: tl.constexpr, OFFSET_NORMS: tl.constexpr,
 ):  # fmt: skip
     """Vectors `[N, BLOCK_E]` that begin at `starts`, normed if there are weights, and rotated.
 
-    Weights are those of `load_norm`; `reciprocal` is that of all heads, None: of each vector.
-
-    The pair of element i is i +- E / 2: it is loaded a second time, in the order in which it is
-    needed. In the dtype of memory, zeros in the padding.
+    `load_norm` returns the weights; `reciprocal` is of all heads, None: of each vector. The pair of
+    element i is i +- E / 2: it is loaded a second time, in the order in which it is needed. In the
+    dtype of memory, zeros in the padding.
     """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     i = tl.arange(0, BLOCK_E)
@@ -124,8 +123,8 @@ def normed_and_turned(  # type: ignore[no-untyped-def]
     if weights is not None:
         if reciprocal is None:
             reciprocal = tl.rsqrt(tl.sum(x * x, axis=1) / E + eps)[:, None]
-        x = normed(x, reciprocal, weights, dtype, OFFSET_NORMS)
-        y = normed(y, reciprocal, weights_opposite, dtype, OFFSET_NORMS)
+        x = normed(x, reciprocal, weights[0], dtype, OFFSET_NORMS)
+        y = normed(y, reciprocal, weights[1], dtype, OFFSET_NORMS)
     turned = x * cos[None, :] + tl.where((i < E // 2)[None, :], -y, y) * sin[None, :]
     return tl.where(mask, turned, 0.0).to(dtype)
 
@@ -197,16 +196,11 @@ def rotate_and_store(
     batch: RaggedBatch,
     form: AttentionForm,
 ) -> Tensor:
-    """Norm (if any) and rotate queries and keys, cache keys and values, return the queries
-    `[T, H, E]`.
+    """Norm (if any) and rotate queries and keys, write keys and values to `arena[place.position]`,
+    and return the queries `[T, H, E]`.
 
-    Args:
-        qkv_TN: `[T, (H + 2G) * E]`, contiguous: all query heads, then key heads, then value heads.
-        arena: all layers' cache; keys and values go to `arena[place.position]`.
-        place: the layer's.
-        rotation: norms, angles and the temperature.
-        batch: its write index and positions are what counts.
-        form: storage and E (its value_dim) are what counts.
+    `qkv_TN` is contiguous: all query heads, then key heads, then value heads. Of `form` the storage
+    and E (its value_dim) count.
     """
     tokens, g, e = qkv_TN.shape[0], arena.shape[3], form.value_dim
     h = qkv_TN.shape[1] // e - 2 * g
@@ -263,25 +257,23 @@ def _store_kernel(  # type: ignore[no-untyped-def]
 @triton.jit
 def _rotate_and_store_kernel(  # type: ignore[no-untyped-def]
     qkv_ptr, cos_ptr, sin_ptr, slots_ptr, positions_ptr, q_norm_ptr, k_norm_ptr, out_ptr,
-    keys_ptr, key_scales_ptr, values_ptr, value_scales_ptr,
-    eps,
-    H: tl.constexpr, G: tl.constexpr, E: tl.constexpr,
-    HEADS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_SIZE: tl.constexpr, STORAGE: tl.constexpr,
-    OFFSET_NORMS: tl.constexpr, ALL_HEADS: tl.constexpr, FLOOR: tl.constexpr,
-    TEMPERATURE: tl.constexpr, PDL: tl.constexpr,
+    keys_ptr, key_scales_ptr, values_ptr, value_scales_ptr, eps,
+    H: tl.constexpr, G: tl.constexpr, E: tl.constexpr, HEADS: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, STORAGE: tl.constexpr, OFFSET_NORMS: tl.constexpr,
+    ALL_HEADS: tl.constexpr, FLOOR: tl.constexpr, TEMPERATURE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (token, tile of heads): tiles of queries first, then tiles of keys and values."""
     Q_TILES: tl.constexpr = (H + HEADS - 1) // HEADS
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     i = tl.arange(0, BLOCK_E)
-    weights, weights_opposite, reciprocal = None, None, None
+    weights, reciprocal = None, None
     if q_norm_ptr is not None:
         norm_ptr, first, heads = q_norm_ptr, tile * HEADS, H
         if tile >= Q_TILES:
             norm_ptr, first, heads = k_norm_ptr, (tile - Q_TILES) * HEADS, G
         normed_heads = tl.minimum(first + tl.arange(0, HEADS), heads - 1)
-        weights, weights_opposite = load_norm(norm_ptr, normed_heads, E, BLOCK_E, ALL_HEADS)
+        weights = load_norm(norm_ptr, normed_heads, E, BLOCK_E, ALL_HEADS)
     wait_for_inputs(PDL)
     let_dependents_start(PDL)
     angle = token * (E // 2) + i % (E // 2)
@@ -294,8 +286,8 @@ def _rotate_and_store_kernel(  # type: ignore[no-untyped-def]
         if ALL_HEADS:
             reciprocal = reciprocal_of_heads(qkv_ptr, row, eps, H * E)
         q = normed_and_turned(
-            qkv_ptr, row + head * E, there, weights, weights_opposite, reciprocal, cos, sin, eps,
-            E, BLOCK_E, OFFSET_NORMS,
+            qkv_ptr, row + head * E, there, weights, reciprocal, cos, sin, eps, E, BLOCK_E,
+            OFFSET_NORMS,
         )  # fmt: skip
         if FLOOR > 0:
             q = tempered(q, tl.load(positions_ptr + token), FLOOR, TEMPERATURE)
@@ -308,8 +300,8 @@ def _rotate_and_store_kernel(  # type: ignore[no-untyped-def]
         if ALL_HEADS:
             reciprocal = reciprocal_of_heads(qkv_ptr, row + H * E, eps, G * E)
         k = normed_and_turned(
-            qkv_ptr, row + (H + head) * E, there, weights, weights_opposite, reciprocal, cos, sin,
-            eps, E, BLOCK_E, OFFSET_NORMS,
+            qkv_ptr, row + (H + head) * E, there, weights, reciprocal, cos, sin, eps, E, BLOCK_E,
+            OFFSET_NORMS,
         )  # fmt: skip
         store_vectors(keys_ptr, key_scales_ptr, k, slots, head, there, G, E, BLOCK_SIZE, STORAGE)
         v_at = qkv_ptr + row + (H + G + head)[:, None] * E + i[None, :]

@@ -1,10 +1,13 @@
-"""What linear layers and experts were tuned to on this machine's device: a file, read once.
+"""Sizes of products: by default, and what they were tuned to on this machine's device.
 
-Engines look up and never tune: what is not in the file runs with `default_config`. The file is
-written by `python -m stepgraph.runtime.tools.tune`, next to the CPU kernels in the user's
-cache (`cache_directory`). An entry holds for one kernel, one shape of its weight, one class of
-rows, one pair of dtypes, one device, one version of Triton and one source of the kernels; after any
-of these changed it is found no more, and a newer one is stored as well.
+Products of up to four rows serve a decode step, where the time is spent on reading the weight once.
+With the default sizes no kernel of the presets spills registers (docs/gpu-predictions.md).
+
+Engines look tuned sizes up in a file, read once, and never tune: what is not in the file runs with
+`default_config`. The file is written by `python -m stepgraph.runtime.tools.tune`, next to the CPU
+kernels in the user's cache (`cache_directory`). An entry holds for one kernel, one shape of its
+weight, one class of rows, one pair of dtypes, one device, one version of Triton and one source of
+the kernels; after any of these changed it is found no more, and a newer one is stored as well.
 """
 
 from __future__ import annotations
@@ -12,11 +15,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -28,21 +32,16 @@ import triton
 from ....profiling.atomic_write import write_file
 from ..cpu.build import cache_directory
 from .kernel_calls import compute_capability, num_multiprocessors
-from .linear import (
-    EXPERT_PRODUCTS,
-    LinearConfig,
-    ProductSizes,
-    candidate_configs,
-    default_config,
-    row_class,
-)
+from .linear import EXPERT_PRODUCTS, LinearConfig, row_class
 
 __all__ = [
-    "MOST_EXPERT_ROWS",
+    "Product",
     "Tuned",
     "TuningKey",
     "best_config",
-    "is_tight",
+    "bounded_prefetch",
+    "candidate_configs",
+    "default_config",
     "lookup",
     "store",
     "trial",
@@ -54,48 +53,66 @@ logger = logging.getLogger("stepgraph.runtime")
 
 VERSION = 6
 """Of the file's format."""
-
-SOURCES = (
-    "expert_blocks.py",
-    "expert_routing.py",
-    "experts.py",
-    "linear_kernels.py",
-    "quantised.py",
-    "rowwise.py",
-)
-"""What the machine code of the kernels is made from."""
+_MOST_EXPERT_ROWS = 256
+"""Experts of steps with more tokens run with the sizes of this many."""
 
 
-MOST_EXPERT_ROWS = 256
-"""Steps of more tokens run with the sizes of this many."""
+_PREFETCH_BUDGET = 24 << 20
+"""Bytes of a weight that are requested into the L2 cache ahead at most: half of an H100's. By
+default a larger weight is not prefetched at all; tuning also tries to prefetch this much of it."""
 
 
-@dataclass(frozen=True, slots=True)
-class TuningKey:
-    """What a choice holds for."""
+class Product(NamedTuple):
+    """What the sizes of a product depend on."""
 
     kernel: str
     """`norm_linear`, `gate_up`, `residual_linear`, or one of `EXPERT_PRODUCTS`."""
     rows: int
-    """One of `ROW_CLASSES`; of experts, a power of two up to `MOST_EXPERT_ROWS`."""
+    """T; of experts, tokens."""
     n: int
     """Output features; for gate_up the result's, for experts the rows of one expert's weight."""
     k: int
     """Input features."""
+    dtype: torch.dtype
+    """Of activations."""
+    weight_dtype: torch.dtype
+    """Of the weight as stored."""
+    device: torch.device
+    experts: int = 0
+    """Of experts: how many there are."""
+    per_token: int = 0
+    """Of experts: how many process a token."""
+
+    @property
+    def halves(self) -> int:
+        """Rows of the weight for each output feature: two of gate_up."""
+        return 2 if self.kernel == "gate_up" else 1
+
+    @property
+    def feature_bytes(self) -> int:
+        """Bytes of the weight for each output feature."""
+        return self.halves * self.k * self.weight_dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class TuningKey:
+    """What a choice holds for: a `Product`, with names of dtypes and of the device."""
+
+    kernel: str
+    rows: int
+    """One of `ROW_CLASSES`; of experts, a power of two up to 256."""
+    n: int
+    k: int
     dtype: str
-    """Of activations, as torch names it: `bfloat16`."""
+    """As torch names it: `bfloat16`."""
     weight_dtype: str
-    """Of the weight as stored: `bfloat16`, `int8`, `float8_e4m3fn`."""
     device: str
-    """Its name."""
     triton: str
     """Its version."""
     source: str
     """Hash of the kernels' source."""
     experts: int = 0
-    """Of experts: how many there are."""
     per_token: int = 0
-    """Of experts: how many process a token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,117 +126,130 @@ class Tuned:
     """The same with the default."""
 
 
-def tuning_key(
-    kernel: str,
-    rows: int,
-    n: int,
-    k: int,
-    dtype: torch.dtype,
-    weight_dtype: torch.dtype,
-    device: torch.device,
-    *,
-    experts: int = 0,
-    per_token: int = 0,
-) -> TuningKey:
-    """Return the key of a kernel as it would run here.
+def tuning_key(product: Product) -> TuningKey:
+    """Return the key of a product as it would run here.
 
-    Arguments as in `TuningKey`; of `EXPERT_PRODUCTS` rows are tokens. Raises ValueError for more
-    than four rows of other kernels.
+    Raises ValueError for more than four rows of other kernels than `EXPERT_PRODUCTS`.
     """
-    by_token = kernel in EXPERT_PRODUCTS
-    return TuningKey(
-        kernel=kernel,
-        rows=min(MOST_EXPERT_ROWS, triton.next_power_of_2(rows)) if by_token else row_class(rows),
-        n=n,
-        k=k,
-        dtype=str(dtype).removeprefix("torch."),
-        weight_dtype=str(weight_dtype).removeprefix("torch."),
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        triton=triton.__version__,
-        source=_source_hash(),
-        experts=experts,
-        per_token=per_token,
-    )
+    kernel, rows, n, k, dtype, weight_dtype, device, experts, per_token = product
+    if kernel in EXPERT_PRODUCTS:
+        rows = min(_MOST_EXPERT_ROWS, triton.next_power_of_2(rows))
+    else:
+        rows = row_class(rows)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    activations, weights = (str(one).removeprefix("torch.") for one in (dtype, weight_dtype))
+    versions = (triton.__version__, _source_hash())
+    shape = (kernel, rows, n, k, activations, weights, name)
+    return TuningKey(*shape, *versions, experts, per_token)
 
 
-_Candidates = Callable[[], list[LinearConfig]]
-_Shape = tuple[str, int, int, int, torch.dtype, torch.dtype, torch.device]
-"""The first arguments of `tuning_key`."""
-
-
-class _Trial(NamedTuple):
-    choices: Mapping[TuningKey, LinearConfig]
-    asked: dict[TuningKey, list[LinearConfig]]
-
-
-_trial: ContextVar[_Trial | None] = ContextVar("configurations on trial", default=None)
+_Choices = Mapping[TuningKey, LinearConfig]
+_trial: ContextVar[tuple[_Choices, dict[TuningKey, list[LinearConfig]]] | None]
+_trial = ContextVar("configurations on trial, and what was looked up", default=None)
 
 
 @contextlib.contextmanager
-def trial(
-    choices: Mapping[TuningKey, LinearConfig],
-) -> Iterator[dict[TuningKey, list[LinearConfig]]]:
+def trial(choices: _Choices) -> Iterator[dict[TuningKey, list[LinearConfig]]]:
     """Use these configurations, and defaults for the rest, in this block; nothing is looked up.
 
     Yields a dict that gets the candidates of each product that is looked up, the default first.
     """
     asked: dict[TuningKey, list[LinearConfig]] = {}
-    token = _trial.set(_Trial(choices, asked))
+    token = _trial.set((choices, asked))
     try:
         yield asked
     finally:
         _trial.reset(token)
 
 
-def lookup(key: TuningKey, candidates: _Candidates) -> LinearConfig | None:
+def lookup(key: TuningKey, candidates: Callable[[], list[LinearConfig]]) -> LinearConfig | None:
     """Return what was tuned for `key`, or None; `candidates` are the configurations to try.
 
     The file is read at the first call and not again: what another process tunes serves later
     processes.
     """
     if (on_trial := _trial.get()) is not None:
-        on_trial.asked[key] = candidates()
-        return on_trial.choices.get(key)
+        choices, asked = on_trial
+        asked[key] = candidates()
+        return choices.get(key)
     tuned = _known(tuning_file()).get(key)
     return None if tuned is None else tuned.config
 
 
-def best_config(
-    kernel: str,
-    rows: int,
-    n: int,
-    k: int,
-    dtype: torch.dtype,
-    weight_dtype: torch.dtype,
-    device: torch.device,
-    *,
-    pending: bool = False,
-) -> LinearConfig:
-    """Return what was tuned, or the default; arguments and errors as for `tuning_key`.
+def best_config(product: Product, *, pending: bool = False) -> LinearConfig:
+    """Return what a product of up to four rows was tuned to, or the default.
 
-    `pending`: whether the kernel also adds a pending output of a layer. Cached, because steps that
-    are not captured call this for each launch.
+    `pending`: whether the kernel also adds a pending output of a layer. It needs more registers
+    then, and below compute capability 9, where the same kernel takes up to 50 more. Cached, because
+    steps that are not captured call this for each launch. Raises ValueError as `tuning_key`.
     """
-    shape = (kernel, rows, n, k, dtype, weight_dtype, device)
     choose = _best_config if _trial.get() is None else _best_config.__wrapped__
-    return choose(shape, num_multiprocessors(device), is_tight(pending))
+    multiprocessors = num_multiprocessors(product.device)
+    return choose(product, multiprocessors, pending or compute_capability() < 90)
 
 
 @cache
-def _best_config(shape: _Shape, multiprocessors: int, tight: bool) -> LinearConfig:
-    weight_dtype = shape[5]
-    sizes = ProductSizes(*shape[:4], weight_dtype.itemsize, multiprocessors, tight)
-    tuned = lookup(tuning_key(*shape), lambda: candidate_configs(sizes))
-    return tuned or default_config(sizes)
+def _best_config(product: Product, multiprocessors: int, tight: bool) -> LinearConfig:
+    sizes = (product, multiprocessors, tight)
+    return lookup(tuning_key(product), lambda: candidate_configs(*sizes)) or default_config(*sizes)
 
 
-def is_tight(pending: bool) -> bool:
-    """Return whether a kernel of the current device needs more registers than its sizes say.
+def default_config(product: Product, multiprocessors: int, tight: bool = False) -> LinearConfig:
+    """Return the configuration of a product of up to four rows where nothing was tuned.
 
-    It does where something `pending` is added and normed, and below compute capability 9: compiled
-    for these devices the same kernel takes up to 50 registers more.
+    A `tight` kernel needs more registers than others of its sizes, see `best_config`.
     """
-    return pending or compute_capability() < 90
+    rows, halves = row_class(product.rows), product.halves
+    n, k, weight_bytes = product.n, product.k, product.weight_dtype.itemsize
+    # Four programs to a multiprocessor, each with 16 KiB of weights on their way: in one tile, or
+    # in two of half the size where there are more to come. More rows have more sums in registers.
+    block_n = 1
+    while block_n < 32 and -(-n // block_n) > 4 * multiprocessors:
+        block_n *= 2
+    width = 8192 // (block_n * halves * weight_bytes)
+    if rows == 1 and k <= 4 * width and (weight_bytes > 1 or k <= 2 * width):
+        width *= 2
+    elif rows == 4 and (halves == 2 or weight_bytes == 1):
+        width //= 2
+    block_k = 16
+    while block_k < k and block_k < width:
+        block_k *= 2
+    scarce = rows == 4 or (rows == 2 and k % block_k == 0)  # two rows of masked tiles fit
+    num_warps = 8 if tight and scarce and block_n * halves >= 32 else 4
+    config = LinearConfig(block_n, block_k, num_warps)
+    fits = n * product.feature_bytes <= _PREFETCH_BUDGET
+    return bounded_prefetch(config, product, _PREFETCH_BUDGET if block_k < k and fits else 0)
+
+
+def candidate_configs(
+    product: Product, multiprocessors: int, tight: bool = False
+) -> list[LinearConfig]:
+    """Return the configurations to time, the default first.
+
+    They have sizes around the default ones, and prefetch nothing of the weight, a bounded part, or
+    all.
+    """
+    default = default_config(product, multiprocessors, tight)
+    configs = [default]
+    budgets = (0, _PREFETCH_BUDGET, product.n * product.feature_bytes)
+    for size_n, size_k, budget in itertools.product((0.5, 1, 2), (0.5, 1, 2), budgets):
+        block_n, block_k = int(default.block_n * size_n), int(default.block_k * size_k)
+        for num_warps in (4, 8) if size_n == 1 else (4,):
+            config = LinearConfig(block_n, block_k, num_warps)
+            if block_n >= 1 and block_k >= 16:
+                configs.append(bounded_prefetch(config, product, budget))
+    return list(dict.fromkeys(configs))
+
+
+def bounded_prefetch(config: LinearConfig, product: Product, budget_bytes: int) -> LinearConfig:
+    """Return `config` with programs that together prefetch at most `budget_bytes` of the weight.
+
+    They prefetch all of a weight that is not larger.
+    """
+    share = config.block_n * product.feature_bytes
+    if product.n * product.feature_bytes > budget_bytes:
+        share = min(share, budget_bytes // -(-product.n // config.block_n))
+    return replace(config, prefetch=share - share % product.feature_bytes)
 
 
 def store(results: Mapping[TuningKey, Tuned]) -> Path:
@@ -229,15 +259,11 @@ def store(results: Mapping[TuningKey, Tuned]) -> Path:
     """
     path = tuning_file()
     path.parent.mkdir(parents=True, exist_ok=True)
-    entries = {**_read(path), **results}
-    document = {
-        "version": VERSION,
-        "entries": [
-            {**dataclasses.asdict(key), **dataclasses.asdict(tuned)}
-            for key, tuned in entries.items()
-        ],
-    }
-    write_file(path, json.dumps(document, indent=1))
+    entries = [
+        dataclasses.asdict(key) | dataclasses.asdict(tuned)
+        for key, tuned in {**_read(path), **results}.items()
+    ]
+    write_file(path, json.dumps({"version": VERSION, "entries": entries}, indent=1))
     _known.cache_clear()
     _best_config.cache_clear()
     return path
@@ -265,9 +291,7 @@ def _read(path: Path) -> dict[TuningKey, Tuned]:
     except (OSError, ValueError, KeyError, TypeError) as error:  # JSON's errors are ValueErrors
         logger.warning(
             "%s is ignored, kernels run with their defaults: %s: %s (delete it to tune again)",
-            path,
-            type(error).__name__,
-            error,
+            *(path, type(error).__name__, error),
         )
         return {}
 
@@ -281,7 +305,8 @@ def _entry(entry: dict[str, Any]) -> tuple[TuningKey, Tuned]:
 
 @cache
 def _source_hash() -> str:
+    """Of all that the machine code of kernels is made from, and their sizes."""
     digest = hashlib.sha256()
-    for name in SOURCES:
-        digest.update((Path(__file__).parent / name).read_bytes())
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
     return digest.hexdigest()[:16]

@@ -1,17 +1,13 @@
-"""The kernels that begin and end a decode step, against plain torch."""
+"""The kernel that begins a decode step, against plain torch."""
 
 from __future__ import annotations
-
-import dataclasses
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
-from stepgraph.runtime.kernels.ops.batch import Feedback
 from stepgraph.runtime.kernels.triton.begin import Embedding, Rotations, begin_decode
-from stepgraph.runtime.kernels.triton.sampler import pick_greedy
 from stepgraph.runtime.kernels.weights import INT8
 
 from ..rigs.gpu_references import DEVICE, reference_begin_decode
@@ -61,9 +57,7 @@ def test_a_step_begins_as_in_torch(
         Rotations(*torch.rand(2, 3, half, device=DEVICE)),
     )
     out, expected = begin_decode(*args), reference_begin_decode(*args)
-    for field in dataclasses.fields(expected):
-        value = getattr(expected, field.name)
-        torch.testing.assert_close(getattr(out, field.name), value, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(tuple(out), tuple(expected), atol=1e-6, rtol=1e-6)
     assert torch.equal(out.slots, expected.slots)
 
 
@@ -83,26 +77,3 @@ def test_angles_of_long_contexts() -> None:
     angles = (positions[:, None].float() * frequencies).double()
     torch.testing.assert_close(out.cos[0].double(), angles.cos(), atol=1e-7, rtol=0)
     torch.testing.assert_close(out.sin[0].double(), angles.sin(), atol=1e-7, rtol=0)
-
-
-@pytest.mark.parametrize(("tokens", "chunks"), [(1, 1), (4, 1500)])
-def test_the_best_token_becomes_the_newest(tokens: int, chunks: int) -> None:
-    rows = torch.randperm(6, device=DEVICE)[:tokens]
-    rows[-1] = 5  # the null row
-    maxima = torch.randn(tokens, chunks, device=DEVICE)
-    maxima[0, chunks // 2 :] = maxima.max() + 1  # many are the best: the first one counts
-    ids = torch.arange(chunks, dtype=torch.int32, device=DEVICE) * 3 + torch.randint(
-        3, (tokens, chunks), dtype=torch.int32, device=DEVICE
-    )
-    positions = torch.randint(50, (tokens,), device=DEVICE)
-    token_ids, state_positions = torch.arange(6, device=DEVICE), torch.arange(6, device=DEVICE)
-    state_positions[5] = 0
-    expected_ids, expected_positions = token_ids.clone(), state_positions.clone()
-    expected = ids.gather(1, maxima.argmax(-1, keepdim=True))[:, 0].long()
-    Feedback(rows, positions, expected_ids, expected_positions).store(expected)
-    picked = pick_greedy(maxima, ids, Feedback(rows, positions, token_ids, state_positions))
-    assert torch.equal(picked, expected)
-    assert torch.equal(pick_greedy(maxima, ids), expected)
-    assert torch.equal(token_ids, expected_ids)
-    assert torch.equal(state_positions, expected_positions)
-    assert int(state_positions[5]) == 0
