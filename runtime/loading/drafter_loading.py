@@ -223,8 +223,9 @@ def load_drafter(
     its target, which has weights that they may share.
 
     Of a rank of a tensor-parallel group the target is the rank's part; the drafter is whole on each
-    rank. `group` has its layers in its arena (`DrafterConfig.layer_group`): `index` is the one of the
-    target's layer group whose block table it uses. `seed` is of the random weights of a preset. Raises `CheckpointError` for a damaged file or a weight that cannot be quantised.
+    rank. `group` has its layers in its arena (`DrafterConfig.layer_group`): `index` is the one of
+    the target's layer group whose block table it uses. `seed` is of the random weights of a preset.
+    Raises `CheckpointError` for a damaged file or a weight that cannot be quantised.
     """
     drafter = new_drafter(config, target, kernels, group)
     if isinstance(drafter, DraftModel):

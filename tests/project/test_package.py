@@ -50,7 +50,7 @@ def test_the_import_loads_no_torch() -> None:
             ["explain", "step", "--batch", "2"],
             "stepgraph explain: error: unrecognized arguments: --batch 2",
         ),
-        (["report"], "stepgraph report: error: the following arguments are required: TRACE.sqlite"),
+        (["report"], "stepgraph report: error: the following arguments are required: TRACE"),
     ],
 )
 def test_a_usage_error_is_one_line(

@@ -27,7 +27,7 @@ from ..http.app import app
 from ..http.command import api_keys_of_environment
 from ..http.exchange import BodyLimits, Endpoint, Exchange, HttpError
 from ..http.requests import ChatRequest, CompletionRequest, chat_prompt
-from . import ReplicaOptions
+from .options import ReplicaOptions
 from .routing import fingerprints
 
 if TYPE_CHECKING:
