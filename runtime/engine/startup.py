@@ -567,14 +567,10 @@ def open_replacement(
         found = dataclasses.replace(found, config=config_of_rank)
     check_replaceable(found.name, model, found.config, config)
     with ExitStack() as open_files:
-        yield _opened(found, open_files, config)
-
-
-def _opened(found: Source, open_files: ExitStack, config: EngineConfig) -> OpenedSource:
-    opened = open_source(found, open_files)
-    if config.tie_word_embeddings is None:
-        opened.check_head()
-    return opened
+        opened = open_source(found, open_files)
+        if config.tie_word_embeddings is None:
+            opened.check_head()
+        yield opened
 
 
 def overwriting(
@@ -737,6 +733,7 @@ def start_parts(
         return plan_engine(found.config, resolved, kernels, groups, memory, agreed, added)
 
     with ExitStack() as open_files:
+        opened = open_source(found, open_files)
         # What does not fit is refused before weights are read, and before kernels are built and
         # tested.
         expected = planned_kernels(found.config, resolved)
@@ -745,7 +742,8 @@ def start_parts(
         found_drafter = find_engine_drafter(found, resolved, groups)
         if found_drafter is not None:
             planned(expected, memory)
-        opened = _opened(found, open_files, config)
+        if config.tie_word_embeddings is None:
+            opened.check_head()
         phases: list[Phase] = []
         log = partial(logged_phase, phases, device=resolved.device)
         with log("kernels"):
