@@ -40,6 +40,7 @@ from .consumers import AsyncStream, CallbackThread
 from .health import Health, Phase, ReloadResult, ServiceSnapshot
 from .request_handle import (
     Delta,
+    Listener,
     LoopMailbox,
     Mailbox,
     RequestHandle,
@@ -47,7 +48,6 @@ from .request_handle import (
     make_handle,
     nanoseconds,
 )
-from .request_record import Listener
 from .service_config import ServiceConfig
 from .step_thread import StepThread
 

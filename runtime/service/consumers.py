@@ -13,8 +13,15 @@ from functools import partial
 
 from ..engine.request_output import RequestOutput
 from ..errors import EngineBusyError, EngineClosedError
-from .request_handle import Delta, HandleState, Inbox, LoopMailbox, RequestHandle
-from .request_record import Listener, RequestRecord
+from .request_handle import (
+    Delta,
+    HandleState,
+    Inbox,
+    Listener,
+    LoopMailbox,
+    RequestHandle,
+    RequestRecord,
+)
 from .step_thread import StepThread
 
 __all__ = ["AsyncStream", "CallbackThread"]

@@ -20,7 +20,7 @@ from ...profiling.timeline import RECORD_FIELDS, Timeline
 from ..engine.engine_stats import EngineGauges
 from .async_engine import AsyncEngine
 from .health import Phase, ServiceSnapshot
-from .request_record import Outcome, RequestRecord
+from .request_handle import Outcome, RequestRecord
 
 try:
     from prometheus_client import CollectorRegistry

@@ -10,7 +10,7 @@ import time
 from typing import TYPE_CHECKING
 
 from .async_engine import AsyncEngine
-from .request_record import RequestRecord
+from .request_handle import RequestRecord
 
 if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider

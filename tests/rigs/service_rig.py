@@ -13,8 +13,7 @@ from typing import Any
 
 from stepgraph.runtime import AsyncEngine, Engine, RequestOutput, SamplingParams, ServiceConfig
 from stepgraph.runtime.service.admission import Dispatcher
-from stepgraph.runtime.service.request_handle import RequestHandle
-from stepgraph.runtime.service.request_record import RequestRecord
+from stepgraph.runtime.service.request_handle import RequestHandle, RequestRecord
 from stepgraph.runtime.service.step_thread import StepThread
 
 from .fake_engine import expected, fake_engine, params, runner_of

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from stepgraph.runtime import AsyncEngine, ChatPrompt, StepgraphError
 from stepgraph.runtime.errors import EngineFailedError, OverloadedError, RequestError
-from stepgraph.runtime.service.request_record import RequestRecord
+from stepgraph.runtime.service.request_handle import RequestRecord
 from stepgraph.runtime.service.tracing import trace_requests
 
 from ..rigs.fake_engine import fake_engine, params

@@ -32,11 +32,11 @@ from .requests import (
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
+    UnknownFields,
     chat_prompt,
 )
 from .responses import Chat, Completion
 from .token_text import TokenTexts
-from .unknown_fields import UnknownFields
 
 if TYPE_CHECKING:  # it needs prometheus-client
     from ..metrics import EngineMetrics

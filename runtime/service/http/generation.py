@@ -25,7 +25,14 @@ from ..request_handle import Delta
 from .chat_grammars import ReasonedOutput, spells_end_of_reasoning
 from .exchange import Exchange, HttpError, event
 from .output_parsers import OutputParser, ends_in_reasoning, make_output_parser
-from .requests import ChatRequest, CompletionRequest, SamplingRequest, chat_prompt, joined_text
+from .requests import (
+    ChatRequest,
+    CompletionRequest,
+    SamplingRequest,
+    UnknownFields,
+    chat_prompt,
+    joined_text,
+)
 from .responses import (
     Chat,
     ChatChoice,
@@ -36,7 +43,6 @@ from .responses import (
     Usage,
 )
 from .token_text import ChoiceTokens, TokenTexts
-from .unknown_fields import UnknownFields
 
 if TYPE_CHECKING:  # it needs prometheus-client
     from ..metrics import EngineMetrics
