@@ -348,7 +348,9 @@ class Dispatcher:
             free -= len(handle.group.requests)
 
     def expire(self, engine: Engine | None, now_ns: int) -> None:
-        """End the requests whose deadline has passed."""
+        """End the requests that are late, and paused ones that nobody reads for too long."""
+        for handle in tuple(self._paused):
+            self._end_if_unread(handle, engine, now_ns)
         if self.next_deadline_ns is None or now_ns < self.next_deadline_ns:
             return
         self.next_deadline_ns = None
@@ -358,11 +360,6 @@ class Dispatcher:
                 self.abort(handle, engine, "deadline")
             else:
                 self.watch(handle)
-
-    def end_unread(self, engine: Engine | None, now_ns: int) -> None:
-        """End the paused requests whose consumers have read nothing for too long."""
-        for handle in tuple(self._paused):
-            self._end_if_unread(handle, engine, now_ns)
 
     def resume(self, handle: RequestHandle, engine: Engine | None) -> None:
         """Let a paused request run again."""

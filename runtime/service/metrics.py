@@ -24,11 +24,7 @@ from .request_handle import Outcome, RequestRecord
 
 try:
     from prometheus_client import CollectorRegistry
-    from prometheus_client.core import (
-        CounterMetricFamily,
-        GaugeMetricFamily,
-        HistogramMetricFamily,
-    )
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
     from prometheus_client.core import Metric as Family
     from prometheus_client.exposition import choose_encoder
     from prometheus_client.registry import Collector
@@ -308,19 +304,19 @@ class EngineMetrics(Collector):
                     is_time = metric.source.endswith("_ns")
                     series[metric.name] = {(): value / 1e9 if is_time else value}
                 elif metric.name not in series:
+                    counted = metric.kind == "histogram" and self._histograms
                     series[metric.name] = {
-                        (label,) if label else (): self._observed(metric, label)
+                        (label,) if label else (): (
+                            counted[metric.name, label].counted()
+                            if counted
+                            else self._counts[metric.name, label]
+                        )
                         for label in metric.series
                     }
         for metric in METRICS:
             for family in self._families(metric, series[metric.name]):
                 yield family
                 time.sleep(PAUSE_SECONDS)
-
-    def _observed(self, metric: Metric, label: str) -> float | _Counted:
-        if metric.kind == "histogram":
-            return self._histograms[metric.name, label].counted()
-        return self._counts[metric.name, label]
 
     def _count_request(self, record: RequestRecord) -> None:
         """Count a request that has ended."""

@@ -225,7 +225,6 @@ class StepThread:
         engine = self.engine
         now = time.perf_counter_ns()
         requests.expire(engine, now)
-        requests.end_unread(engine, now)
         if engine is not None and requests.has_work:
             if self._busy_since_ns is None:
                 self._busy_since_ns = now

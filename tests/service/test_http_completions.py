@@ -21,13 +21,7 @@ from ..rigs.http_rig import CHAT, COMPLETIONS, Connection, Rig, events_of, servi
 from ..rigs.service_rig import fail, in_event_loop
 
 PROMPT = [1, 2, 3, 4, 5]
-BODY = {
-    "prompt": PROMPT,
-    "seed": 3,
-    "max_tokens": 6,
-    "ignore_eos": True,
-    "return_token_ids": True,
-}
+BODY = {"prompt": PROMPT, "seed": 3, "max_tokens": 6, "ignore_eos": True, "return_token_ids": True}
 
 
 def reference(rig: Rig, prompt: list[int], **changes: Any) -> list[int]:

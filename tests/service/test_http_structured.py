@@ -57,10 +57,7 @@ def engine(checkpoint: Path) -> Iterator[AsyncEngine]:
         ({"response_format": {"type": "json_object"}}, r"(?s)\{.*"),
         ({"response_format": {"type": "json_object", "schema": {"const": 7}}}, "7"),
         ({"response_format": {"type": "json_schema", "schema": {"const": 7}}}, "7"),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
-            None,
-        ),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}}, None),
     ],
     ids=str,
 )

@@ -177,11 +177,7 @@ async def test_tags_in_grammars_are_text(rig: Rig, grammar: dict[str, Any], text
 )
 @in_event_loop
 async def test_tags_reach_the_parsers(
-    rig: Rig,
-    text: str,
-    reasoning: str | None,
-    content: str | None,
-    calls: int,
+    rig: Rig, text: str, reasoning: str | None, content: str | None, calls: int
 ) -> None:
     fields = {"tools": [TOOL], "structured_outputs": {"choice": [text]}}
     answer = await message(rig, **fields)

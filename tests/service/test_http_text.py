@@ -372,12 +372,7 @@ async def test_fields_that_are_unknown_are_logged_once_or_refused(
 
 @in_event_loop
 async def test_request_ids_are_returned_with_every_response(rig: Rig) -> None:
-    for given, same in (
-        ("job-17", True),
-        ("a" * 128, True),
-        ("a" * 129, False),
-        ("a b", False),
-    ):
+    for given, same in (("job-17", True), ("a" * 128, True), ("a" * 129, False), ("a b", False)):
         for path, body in (
             (COMPLETIONS, BODY),
             (COMPLETIONS, {**BODY, "stream": True}),

@@ -88,14 +88,7 @@ def answer(replicas: Replicas, **options: Any) -> httpx.Response:
     return asyncio.run(post())
 
 
-@pytest.mark.parametrize(
-    "lost",
-    [
-        [LOST],
-        [Accepted(), LOST],
-        [Accepted(), NotServed("it drains")],
-    ],
-)
+@pytest.mark.parametrize("lost", [[LOST], [Accepted(), LOST], [Accepted(), NotServed("it drains")]])
 def test_a_request_is_sent_again_until_its_response_begins(lost: list[Any]) -> None:
     replicas = Replicas(lost, lost, [Accepted(), WHOLE])
     response = answer(replicas)

@@ -16,12 +16,7 @@ from stepgraph.cache.blocks import BlockPool, PrefixHashes
 from stepgraph.runtime import Engine, EngineConfig, SamplingParams
 from stepgraph.runtime.errors import ConfigError
 from stepgraph.runtime.service.ray_app import ReplicaOptions, build, check_ray, replica_bundle
-from stepgraph.runtime.service.ray_app.replica import (
-    Head,
-    PromptBlocks,
-    RemoteRequest,
-    respond,
-)
+from stepgraph.runtime.service.ray_app.replica import Head, PromptBlocks, RemoteRequest, respond
 from stepgraph.runtime.service.ray_app.routing import (
     CachedPrefixes,
     by_preference,

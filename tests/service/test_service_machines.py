@@ -203,7 +203,6 @@ class DispatcherMachine(RuleBasedStateMachine):
     def turn(self) -> None:
         requests = self.requests
         requests.expire(self.engine, self.now)
-        requests.end_unread(self.engine, self.now)
         try:
             requests.fill_rows(self.engine, self.now)
             if requests.has_rows:

@@ -14,8 +14,8 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from functools import cache
-from typing import Any, TypeVar, cast
+from functools import cache, partial
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.types import Receive, Scope, Send
@@ -34,17 +34,9 @@ from ...errors import (
 from .command import ACCESS_LOG
 
 __all__ = [
-    "BodyLimits",
-    "ClientDisconnected",
-    "Endpoint",
-    "ErrorBody",
-    "Exchange",
-    "HttpError",
-    "encode",
-    "event",
-    "invalid",
+    *("EVENT_HEADERS", "BodyLimits", "ClientDisconnected", "Endpoint", "ErrorBody", "Exchange"),
+    *("HttpError", "encode", "event", "invalid"),
 ]
-
 
 logger = logging.getLogger("stepgraph.runtime")
 
@@ -155,7 +147,7 @@ encode: Callable[[object], bytes] = _ENCODER.encode
 
 _JSON = (b"content-type", b"application/json")
 _CLOSE = (b"connection", b"close")
-_EVENT_HEADERS: Headers = (
+EVENT_HEADERS: Headers = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx would hold the tokens back
@@ -175,15 +167,10 @@ class BodyLimits:
     """Limits the bodies that are being received: each one, and all of an application together."""
 
     def __init__(self, max_bytes: int) -> None:
-        self.max_bytes = max_bytes
-        """Of one body."""
+        self.max_bytes = max_bytes  # of one body
         self._num_bytes = 0
-        self._turn = asyncio.Lock()
-
-    async def wait_for_turn(self) -> None:
-        """Wait until the event loop has run once since another large body was decoded."""
-        async with self._turn:
-            await asyncio.sleep(0)
+        self.turn = asyncio.Lock()
+        """Held while a large body waits for the event loop to run once before it is decoded."""
 
     def take(self, num_bytes: int) -> None:
         """Count bytes of a body, or raise `OverloadedError`; a negative number releases them."""
@@ -229,7 +216,8 @@ class Exchange:
         """Read the body and decode it as JSON; `check` refuses fields that `kind` lacks."""
         async with self.body() as body:
             if len(body) > LARGE_BODY_BYTES:
-                await self._limits.wait_for_turn()
+                async with self._limits.turn:
+                    await asyncio.sleep(0)
             request = _decode(body, kind)
             self.param_of = getattr(request, "param_of", self.param_of)
             if check is not None:
@@ -273,10 +261,6 @@ class Exchange:
         else:
             await self.respond(error.body, status=error.status, headers=error.headers)
 
-    async def start_events(self) -> None:
-        """Send the head of a stream of events."""
-        await self.start(200, _EVENT_HEADERS)
-
     def send_events(self, events: bytes, *, last: bool = False) -> Awaitable[None]:
         """Send encoded events; waits while the client reads too slowly."""
         return self._send({"type": "http.response.body", "body": events, "more_body": not last})
@@ -286,7 +270,13 @@ class Exchange:
         """Cancel the block when the client disconnects, with `ClientDisconnected`."""
         task = asyncio.current_task()
         assert task is not None
-        watcher = asyncio.create_task(self._cancel_on_disconnect(task))
+
+        async def watch() -> None:
+            while (await self._receive())["type"] != "http.disconnect":
+                pass
+            task.cancel()
+
+        watcher = asyncio.create_task(watch())
         try:
             yield
         except asyncio.CancelledError:
@@ -295,11 +285,6 @@ class Exchange:
             raise ClientDisconnected from None
         finally:
             watcher.cancel()
-
-    async def _cancel_on_disconnect(self, task: asyncio.Task[object]) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
-        task.cancel()
 
     async def start(self, status: int, headers: Headers) -> None:
         """Send the head of a response; `send_events` sends parts of its body."""
@@ -390,18 +375,15 @@ class Endpoint:
             exchange.log(complete=complete)
 
 
-@cache
-def _decoder(kind: Any) -> Any:
-    """Return a decoder, which is made once."""
-    return msgspec.json.Decoder(kind)
+_decoder: Any = cache(msgspec.json.Decoder)
 
 
 def _decode(body: bytearray, kind: type[T]) -> T:
     if body.count(b"{") + body.count(b"[") > MAX_BRACKETS:
         raise HttpError(400, f"the body has more than {MAX_BRACKETS} brackets and braces")
     try:
-        decoder: msgspec.json.Decoder[T] = _decoder(cast(Any, kind))
-        return decoder.decode(body)
+        decoded: T = _decoder(kind).decode(body)
+        return decoded
     except msgspec.ValidationError as error:
         raise _invalid_body(error) from error
     except RecursionError as error:

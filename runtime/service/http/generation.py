@@ -23,12 +23,13 @@ from ..async_engine import AsyncEngine
 from ..consumers import AsyncStream
 from ..request_handle import Delta
 from .chat_grammars import ReasonedOutput, spells_end_of_reasoning
-from .exchange import Exchange, HttpError, event
+from .exchange import EVENT_HEADERS, Exchange, HttpError, event
 from .output_parsers import OutputParser, ends_in_reasoning, make_output_parser
 from .requests import (
     ChatRequest,
     CompletionRequest,
     SamplingRequest,
+    StreamOptions,
     UnknownFields,
     chat_prompt,
     joined_text,
@@ -127,8 +128,8 @@ async def _generate(
         if request.stream:
             for stream in streams:
                 await stream.accepted()
-            await exchange.start_events()
-            await _send_events(exchange, answer, streams, *request.usage_reports())
+            await exchange.start(200, EVENT_HEADERS)
+            await _send_events(exchange, answer, streams, request.stream_options or StreamOptions())
         else:
             outputs = await asyncio.gather(*[stream.finish() for stream in streams])
             for output in outputs:
@@ -152,11 +153,10 @@ async def _send_events(
     exchange: Exchange,
     answer: _Answer,
     streams: Sequence[AsyncStream],
-    reports_usage: bool,
-    always_reports_usage: bool,
+    options: StreamOptions,
 ) -> None:
     """Send the deltas of several streams as events of one response, up to its end."""
-    num_tokens = 0
+    num_tokens, reports_usage = 0, bool(options.include_usage)
 
     async def send_deltas(number: int, stream: AsyncStream) -> None:
         """Send the events of one prompt: the deltas that are ready together, in one message."""
@@ -168,7 +168,7 @@ async def _send_events(
             for delta in deltas:
                 num_tokens += len(delta.token_ids)
                 usage: OptionalUsage = None if reports_usage else UNSET
-                if always_reports_usage:
+                if reports_usage and options.continuous_usage_stats:
                     usage = _usage(streams, num_tokens)
                 events.append(event(answer.body([answer.choice(number, delta, output)], usage)))
             await exchange.send_events(b"".join(events))
@@ -219,19 +219,10 @@ async def complete(service: Service, exchange: Exchange) -> None:
     answer = _CompletionAnswer(request, model, TokenTexts(service.engine.tokenizer, as_ids=as_ids))
     async with exchange.cancelled_on_disconnect():
         if request.echo and request.truncate_prompt_tokens is None:
-            answer.prompt_texts = [await _prompt_text(service, prompt) for prompt in prompts]
+            answer.prompt_texts = await service.engine.run_in_pool(
+                lambda: [answer.text_of(prompt) for prompt in prompts]
+            )
         await _generate(exchange, service.engine, request, prompts, params, answer)
-
-
-async def _prompt_text(service: Service, prompt: str | list[int]) -> str:
-    tokenizer = service.engine.tokenizer
-    if isinstance(prompt, str):
-        return prompt
-    if tokenizer is None:
-        return ""
-    return await service.engine.run_in_pool(
-        lambda: tokenizer.decode(prompt, skip_special_tokens=False)
-    )
 
 
 class _CompletionAnswer(_Answer):
@@ -252,7 +243,10 @@ class _CompletionAnswer(_Answer):
         index = prompt * (request.n or 1) + delta.index
         choice = CompletionChoice(index, delta.text, None, delta.finish_reason)
         begins = index not in self._num_chars
-        echoed = self._echoed(prompt, output) if begins and request.echo else None
+        echoed = None
+        if begins and request.echo:
+            texts = self.prompt_texts
+            echoed = texts[prompt] if texts else self.text_of(output.prompt_token_ids)
         choice.text = (echoed or "") + choice.text
         self._num_chars[index] = self._num_chars.get(index, 0) + len(choice.text)
         if request.return_token_ids:
@@ -264,14 +258,12 @@ class _CompletionAnswer(_Answer):
             choice.logprobs = self._logprobs(index, echoed, delta, output)
         return choice
 
-    def _echoed(self, prompt: int, output: RequestOutput) -> str:
+    def text_of(self, prompt: str | list[int]) -> str:
         """Return the text of a prompt."""
-        if self.prompt_texts:
-            return self.prompt_texts[prompt]
         tokenizer = self._texts.tokenizer
-        if tokenizer is None:
-            return ""
-        return tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False)
+        if isinstance(prompt, str):
+            return prompt
+        return "" if tokenizer is None else tokenizer.decode(prompt, skip_special_tokens=False)
 
     def _logprobs(
         self, index: int, echoed: str | None, delta: Delta, output: RequestOutput

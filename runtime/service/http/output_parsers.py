@@ -333,10 +333,7 @@ class OutputParser:
     """Makes the messages of one completion: reasoning first, tool calls in the rest."""
 
     def __init__(
-        self,
-        *parsers: _TextParser | None,
-        keeps_special: bool = False,
-        one_call: bool = False,
+        self, *parsers: _TextParser | None, keeps_special: bool = False, one_call: bool = False
     ) -> None:
         """Begin before the text. Each parser reads the content that the one before it finds.
 

@@ -20,12 +20,7 @@ from ...engine.request_builder import MAX_SALT_CHARS
 from ...errors import GrammarError, RequestError
 from ...loading.chat_template import MAX_DEPTH, ChatPrompt
 from ...prompt_ids import too_long
-from ...sampling_params import (
-    MAX_LOGPROBS,
-    MAX_TOKENS_LIMIT,
-    MAX_TRUNCATED_TOKENS,
-    SamplingParams,
-)
+from ...sampling_params import MAX_LOGPROBS, MAX_TOKENS_LIMIT, MAX_TRUNCATED_TOKENS, SamplingParams
 from ...structured_output import StructuredOutput
 from ..request_handle import MAX_SECONDS, MAX_TENANT_CHARS, RequestOptions
 from .chat_grammars import errors_of, tool_call_grammar
@@ -163,10 +158,7 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
     """One of `json`, `regex`, `choice`, `grammar` and `json_object`, as in vLLM."""
 
     def params(
-        self,
-        max_tokens: int,
-        logprobs: int | None,
-        forced: StructuredOutput | None = None,
+        self, max_tokens: int, logprobs: int | None, forced: StructuredOutput | None = None
     ) -> SamplingParams:
         """Return how tokens are chosen; `forced` is what another field demands of the output."""
         if self.prompt_logprobs is not None and self.stream:
@@ -187,8 +179,11 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
         demands = {
             "tool_choice": forced,
             "response_format": None if form is None else form.structured(),
-            "structured_outputs": None if fields is None else _structured_of(fields),
         }
+        if fields is not None:
+            with errors_of("structured_outputs"):
+                kinds = {kind: value for kind, value in fields.items() if value is not None}
+                demands["structured_outputs"] = StructuredOutput.of(kinds)
         given = [name for name, structured in demands.items() if structured is not None]
         if len(given) > 1:
             raise invalid(given[1], f"{' and '.join(given)} contradict each other: give one")
@@ -214,13 +209,6 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
             tenant=self.user,
             traceparent=traceparent,
         )
-
-    def usage_reports(self) -> tuple[bool, bool]:
-        """Return whether a stream ends with its usage, and whether each event has it."""
-        options = self.stream_options
-        if options is None or not options.include_usage:
-            return False, False
-        return True, bool(options.continuous_usage_stats)
 
 
 class CompletionRequest(SamplingRequest, kw_only=True):
@@ -359,11 +347,6 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
 
     model: str | None = None
     tokens: list[TokenId]
-
-
-def _structured_of(fields: dict[str, Any]) -> StructuredOutput:
-    with errors_of("structured_outputs"):
-        return StructuredOutput.of({k: v for k, v in fields.items() if v is not None})
 
 
 def chat_prompt(
@@ -583,7 +566,8 @@ class UnknownFields:
             neutral, instead = _EMPTY, "the other endpoint, which has it"
         if neutral is not None:
             value = msgspec.json.decode(raw)
-            if not any(_same(value, other) for other in neutral):
+            # Unlike in Python, true is not 1.
+            if (type(value) is bool, value) not in [(type(n) is bool, n) for n in neutral]:
                 instead = f": use {instead}" if instead else ""
                 shown = bounded_repr(value, 60)
                 raise HttpError(
@@ -606,8 +590,3 @@ class UnknownFields:
             logger.warning(
                 "requests have the unknown field %s, which is ignored (logged once a name)", shown
             )
-
-
-def _same(value: object, neutral: object) -> bool:
-    """Whether two JSON values are equal; unlike in Python, true is not 1."""
-    return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)

@@ -73,9 +73,7 @@ class ThroughputLog:
     """Compares the counters of an engine with the last ones."""
 
     def __init__(
-        self,
-        snapshot: Callable[[], ServiceSnapshot],
-        clock: Callable[[], float] = time.monotonic,
+        self, snapshot: Callable[[], ServiceSnapshot], clock: Callable[[], float] = time.monotonic
     ) -> None:
         """Count from now on; `clock` returns seconds."""
         self._snapshot = snapshot

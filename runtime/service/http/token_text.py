@@ -87,10 +87,7 @@ class ChoiceTokens:
             )
 
     def prompt(
-        self,
-        token_ids: Sequence[int],
-        entries: Sequence[TokenLogprobs | None],
-        text: str,
+        self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs | None], text: str
     ) -> CompletionLogprobs:
         """Return the log-probabilities of a prompt, whose text the completion begins with.
 
