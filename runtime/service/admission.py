@@ -270,11 +270,6 @@ class Dispatcher:
         unread = [h.unread_ns for h in self._paused if h.unread_ns is not None]
         return min(unread) + int(1e9 * self._send_timeout) if unread else None
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether every request has ended."""
-        return not self.handles
-
     def register(self, handle: RequestHandle) -> None:
         """Count a new request, or raise `OverloadedError` or `RequestError`. For any thread."""
         self.limits.enter(handle)
@@ -302,34 +297,33 @@ class Dispatcher:
         if handle.ended:
             self.limits.leave(handle)
             return
-        if handle.state is not HandleState.PREPARING:
+        error = handle.failure
+        if handle.state is not HandleState.PREPARING or (handle.group is None and error is None):
             return
-        if handle.failure is not None:
-            self._refuse(handle, handle.failure)
-            return
-        if handle.group is None:
-            return
-        handle.num_prompt_tokens = len(handle.group.prompt_ids)
+        if error is None and engine is None:
+            error = refusal()
         due = handle.due_ns
-        if engine is None:
-            self._refuse(handle, refusal())
-        elif due is not None and due <= now_ns:
-            self.limits.leave(handle)
-            self.abort(handle, engine, "deadline")
-        elif due is not None and (late := self._predict_delay(handle, engine, due, now_ns)) > 0:
-            self._refuse(
-                handle,
-                DeadlineUnreachableError(
+        if error is None and handle.group is not None and engine is not None:
+            handle.num_prompt_tokens = len(handle.group.prompt_ids)
+            if due is not None and due <= now_ns:
+                self.limits.leave(handle)
+                self.abort(handle, engine, "deadline")
+                return
+            late = 0.0 if due is None else self._predict_delay(handle, engine, due, now_ns)
+            if late > 0:
+                error = DeadlineUnreachableError(
                     f"request {handle.id}: its first token is predicted {late:.3g} s after the"
                     " deadline: try again later, or give it more time",
                     retry_after=late,
-                ),
-            )
-        else:
-            handle.state = HandleState.QUEUED
-            self._mailboxes.add(handle.mailbox)
-            self._queue.push(handle)
-            self._post(handle)
+                )
+        if error is not None:
+            self.limits.leave(handle)
+            self._end(handle, error)
+            return
+        handle.state = HandleState.QUEUED
+        self._mailboxes.add(handle.mailbox)
+        self._queue.push(handle)
+        self._post(handle)
 
     def fill_rows(self, engine: Engine, now_ns: int) -> None:
         """Move queued requests into the engine, as many as it has rows for."""
@@ -445,8 +439,11 @@ class Dispatcher:
             handle.posted = False  # a wake-up may be lost
             if handle.state is not HandleState.PREPARING:  # else counted until it is prepared
                 self.limits.leave(handle)
-            complete = handle.output is not None and handle.output.finished
-            self._end(handle, None if complete else _copy(error))
+            own = None
+            if handle.output is None or not handle.output.finished:
+                own = copy.copy(error)  # raising changes the traceback of an exception
+                own.__cause__ = error.__cause__
+            self._end(handle, own)
         self._queue.clear()
         self._mailboxes.clear()
         self.next_deadline_ns = None
@@ -503,11 +500,6 @@ class Dispatcher:
             seconds += a_token * to_prefill
         return seconds - (due_ns - now_ns) / 1e9
 
-    def _refuse(self, handle: RequestHandle, error: BaseException) -> None:
-        """End a request that did not enter the engine."""
-        self.limits.leave(handle)
-        self._end(handle, error)
-
     def _end(self, handle: RequestHandle, error: BaseException | None = None) -> None:
         self._running.pop(handle.id, None)
         self._paused.pop(handle, None)
@@ -557,10 +549,3 @@ class Dispatcher:
     def _retry_after(self) -> float:
         """Predict the seconds until a queued request gets a row."""
         return self._row_seconds.seconds / self._num_rows or 1.0
-
-
-def _copy(error: Exception) -> Exception:
-    """Return a copy to raise: raising changes the traceback of an exception."""
-    copied = copy.copy(error)
-    copied.__cause__ = error.__cause__
-    return copied

@@ -358,9 +358,9 @@ class AsyncEngine:
         if timeout is not None:
             end_ns = time.perf_counter_ns() + nanoseconds("timeout", timeout, least=0)
         await self._between_steps(thread.begin_drain)
-        if requests.is_empty:
+        if not requests.handles:
             return True
-        while not requests.is_empty and thread.phase is Phase.DRAINING:
+        while requests.handles and thread.phase is Phase.DRAINING:
             if end_ns is not None and end_ns <= time.perf_counter_ns():
                 complete, end_ns = False, None
                 await self._between_steps(lambda: requests.abort_all(thread.engine))

@@ -316,7 +316,7 @@ try: {call}
 except KeyboardInterrupt: print("interrupted")
 print(engine.submit([1], params(1)).result(5).finish_reason)
 print(asyncio.run(engine.drain(5)))
-print(engine._thread.dispatcher.is_empty)
+print(not engine._thread.dispatcher.handles)
 asyncio.run(engine.wake())
 engine.submit([1, 2], params(1, max_tokens=40), callback=lambda d: time.sleep(0.01))
 engine.submit((1, 2), params(1, max_tokens=40))

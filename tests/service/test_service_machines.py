@@ -259,7 +259,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         for handle in self.unprepared():
             self.prepare_one(handle)
         for _ in range(3000):
-            if self.requests.is_empty:
+            if not self.requests.handles:
                 break
             self.turn()
             self.answers_are_right_and_final()
