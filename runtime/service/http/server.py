@@ -62,8 +62,12 @@ def serve(options: argparse.Namespace, config: EngineConfig, service_config: Ser
     """Serve until a signal or a failure; return the exit status."""
     try:
         engine = AsyncEngine.from_pretrained(options.model, config, service_config, progress=True)
+
+        async def run() -> int:
+            return await _Server(options, engine).run_until_stopped()
+
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_Command(options, engine).run())
+            return runner.run(run())
     except REPORTED_ERRORS as error:
         _say(f"error: {in_flags(error)}")
         return 2 if isinstance(error, ConfigError) else 1
@@ -106,23 +110,19 @@ class ThroughputLog:
 
 
 class _Server(uvicorn.Server):
-    """Reports signals and a failed engine, and leaves it to the command to stop."""
+    """The life of the service: load, serve, drain, close."""
 
-    def __init__(self, config: uvicorn.Config, engine: AsyncEngine) -> None:
-        super().__init__(config)
+    def __init__(self, options: argparse.Namespace, engine: AsyncEngine) -> None:
+        super().__init__(_uvicorn_config(options, engine))
+        self._options = options
         self._engine = engine
+        self._address = ""
         self._loop = asyncio.get_running_loop()
         self._throughput = ThroughputLog(engine.snapshot)
-        self.signal = signal.SIGTERM  # the first one that arrived
-        self.stopped, self.hurried = asyncio.Event(), asyncio.Event()  # by one, or a second one
-        self.failed = asyncio.Event()
-        self.failure: str | None = None  # why the engine has failed
-        self._stopping = asyncio.Event()
-
-    def stop(self) -> None:
-        """End `serve`."""
-        self.should_exit = True
-        self._stopping.set()
+        self._signal = signal.SIGTERM  # the first one that arrived
+        self._stopped, self._hurried = asyncio.Event(), asyncio.Event()  # by one, or a second one
+        self._failed, self._stopping = asyncio.Event(), asyncio.Event()
+        self._failure: str | None = None  # why the engine has failed
 
     async def main_loop(self) -> None:
         """Tick every second, not every 0.1 s as uvicorn does: an idle server uses no CPU."""
@@ -136,88 +136,38 @@ class _Server(uvicorn.Server):
         self._loop.call_soon_threadsafe(self._note_signal, sig)
 
     def _note_signal(self, number: int) -> None:
-        if self.stopped.is_set():
-            self.hurried.set()
+        if self._stopped.is_set():
+            self._hurried.set()
             self.force_exit = self.should_exit  # of clients that keep their connections
         else:
-            self.signal = signal.Signals(number)
-            self.stopped.set()
+            self._signal = signal.Signals(number)
+            self._stopped.set()
 
     async def on_tick(self, counter: int) -> bool:
         health = self._engine.health()
-        if health.phase is Phase.FAILED and not self.failed.is_set():
-            self.failure = health.reason
-            self.failed.set()
+        if health.phase is Phase.FAILED and not self._failed.is_set():
+            self._failure = health.reason
+            self._failed.set()
         self._throughput.tick()
         return await super().on_tick(counter)
 
-
-class _Command:
-    """The life of the service: load, serve, drain, close."""
-
-    def __init__(self, options: argparse.Namespace, engine: AsyncEngine) -> None:
-        self._options = options
-        self._engine = engine
-        self._address = ""
-
-    async def run(self) -> int:
+    async def run_until_stopped(self) -> int:
         """Return the exit status, or raise one of `REPORTED_ERRORS`."""
-        server = _Server(self._uvicorn_config(), self._engine)
-        serving = asyncio.create_task(server.serve([self._listen()]))
+        serving = asyncio.create_task(self.serve([self._listen()]))
         try:
-            await self._load(server, serving)
+            await self._load(serving)
             logger.info("serving %s at %s", self._options.model, self._address)
             _say(f"ready: {self._address}", sys.stdout)
-            await _first(serving, server.stopped.wait(), server.failed.wait())
-            if server.stopped.is_set():
-                await self._drain(server)
+            await _first(serving, self._stopped.wait(), self._failed.wait())
+            if self._stopped.is_set():
+                await self._drain()
         finally:
-            await self._stop(server, serving)
+            await self._stop(serving)
             await self._engine.aclose()
-        if server.failed.is_set():
-            _say(f"error: the engine failed: {server.failure}")
+        if self._failed.is_set():
+            _say(f"error: the engine failed: {self._failure}")
             return 1
         return 0
-
-    def _uvicorn_config(self) -> uvicorn.Config:
-        options, engine = self._options, self._engine
-        names = options.served_model_name or [options.model]
-        metrics = EngineMetrics(engine, model_name=names[0], vllm_names=options.vllm_metric_names)
-        if options.trace:
-            trace_requests(engine, model_name=names[0])
-        config = uvicorn.Config(
-            app(
-                engine,
-                model_names=names,
-                api_keys=options.api_key or api_keys_of_environment(),
-                max_body_bytes=options.max_body_bytes,
-                allow_origins=options.allow_origin,
-                metrics=metrics,
-                tool_parser=options.tool_parser,
-                reasoning_parser=options.reasoning_parser,
-            ),
-            http=partial(  # type: ignore[arg-type]  # uvicorn calls it like a class
-                LimitedConnection, send_timeout=engine.config.send_timeout
-            ),
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            proxy_headers=False,
-            server_header=False,
-            timeout_keep_alive=KEEP_ALIVE_SECONDS,
-            timeout_graceful_shutdown=CLOSE_SECONDS,
-            ssl_certfile=options.ssl_certfile,
-            ssl_keyfile=options.ssl_keyfile,
-        )
-        try:
-            config.load()  # reads the certificate
-        except OSError as error:  # also SSLError
-            raise OSError(
-                f"--ssl-certfile {options.ssl_certfile} and --ssl-keyfile {options.ssl_keyfile}"
-                f" cannot be used ({error.strerror or error}): both must be PEM files"
-            ) from error
-        return config
 
     def _listen(self) -> socket.socket:
         """Return the listening socket, and note its address."""
@@ -231,32 +181,32 @@ class _Command:
         self._address = f"{scheme}://{host}:{listener.getsockname()[1]}"
         return listener
 
-    async def _load(self, server: _Server, serving: asyncio.Task[None]) -> None:
+    async def _load(self, serving: asyncio.Task[None]) -> None:
         """Load the model while the socket answers. Ends the process if a signal arrives first."""
         _say(f"loading {self._options.model}; {self._address} answers /health and /ready")
         loading = asyncio.create_task(self._engine.__aenter__())
-        await _first(serving, server.stopped.wait(), asyncio.wait({loading}))
+        await _first(serving, self._stopped.wait(), asyncio.wait({loading}))
         if not loading.done():
-            _say(f"ended by {server.signal.name} while the model was loading")
-            await self._stop(server, serving)
-            _exit_now(128 + server.signal)  # nothing can interrupt the load
+            _say(f"ended by {self._signal.name} while the model was loading")
+            await self._stop(serving)
+            _exit_now(128 + self._signal)  # nothing can interrupt the load
         await loading
 
-    async def _drain(self, server: _Server) -> None:
+    async def _drain(self) -> None:
         """Complete the requests in progress; abort them after the timeout or a second signal."""
         seconds = self._options.drain_timeout
         num_open = self._engine.snapshot().open_requests
-        again = "press Ctrl-C again" if server.signal == signal.SIGINT else "signal again"
+        again = "press Ctrl-C again" if self._signal == signal.SIGINT else "signal again"
         _say(f"finishing {_requests(num_open)}, for up to {seconds:g} s; {again} to end now")
         drained = asyncio.create_task(self._engine.drain(seconds))
-        hurried = asyncio.create_task(server.hurried.wait())
+        hurried = asyncio.create_task(self._hurried.wait())
         tasks = {drained, hurried}
         await asyncio.wait(
             tasks, timeout=seconds + CLOSE_SECONDS, return_when=asyncio.FIRST_COMPLETED
         )
         if hurried.done():
             _say(f"aborting {_requests(self._engine.snapshot().open_requests)}")
-            server.config.timeout_graceful_shutdown = HURRY_SECONDS
+            self.config.timeout_graceful_shutdown = HURRY_SECONDS
             drained = asyncio.create_task(self._engine.drain(0))
             await asyncio.wait({drained}, timeout=HURRY_SECONDS)
         hurried.cancel()
@@ -264,13 +214,55 @@ class _Command:
             _say("error: a step does not end, and requests are lost")
             _exit_now(1)
 
-    async def _stop(self, server: _Server, serving: asyncio.Task[None]) -> None:
+    async def _stop(self, serving: asyncio.Task[None]) -> None:
         """End the HTTP server."""
         if self._options.uds:
             with suppress(OSError):
                 os.unlink(self._options.uds)  # before another process may replace it
-        server.stop()
+        self.should_exit = True
+        self._stopping.set()
         await asyncio.wait({serving})
+
+
+def _uvicorn_config(options: argparse.Namespace, engine: AsyncEngine) -> uvicorn.Config:
+    """Return the configuration of the HTTP server, or raise `OSError` for its certificate."""
+    names = options.served_model_name or [options.model]
+    metrics = EngineMetrics(engine, model_name=names[0], vllm_names=options.vllm_metric_names)
+    if options.trace:
+        trace_requests(engine, model_name=names[0])
+    config = uvicorn.Config(
+        app(
+            engine,
+            model_names=names,
+            api_keys=options.api_key or api_keys_of_environment(),
+            max_body_bytes=options.max_body_bytes,
+            allow_origins=options.allow_origin,
+            metrics=metrics,
+            tool_parser=options.tool_parser,
+            reasoning_parser=options.reasoning_parser,
+        ),
+        http=partial(  # type: ignore[arg-type]  # uvicorn calls it like a class
+            LimitedConnection, send_timeout=engine.config.send_timeout
+        ),
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=CLOSE_SECONDS,
+        ssl_certfile=options.ssl_certfile,
+        ssl_keyfile=options.ssl_keyfile,
+    )
+    try:
+        config.load()  # reads the certificate
+    except OSError as error:  # also SSLError
+        raise OSError(
+            f"--ssl-certfile {options.ssl_certfile} and --ssl-keyfile {options.ssl_keyfile}"
+            f" cannot be used ({error.strerror or error}): both must be PEM files"
+        ) from error
+    return config
 
 
 def listen_tcp(host: str, port: int) -> socket.socket:
