@@ -14,7 +14,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from functools import cache, partial
+from functools import cache
 from typing import Any, TypeVar
 
 import msgspec
