@@ -43,8 +43,7 @@ def pack(path: Path) -> None:
         import triton
         from stepgraph.runtime import EngineConfig
         from stepgraph.runtime.bench.workload import BenchmarkCase
-        from stepgraph.runtime.tools.compile_ahead import compile_kernel_calls
-        from stepgraph.runtime.tools.recorded_steps import record_steps
+        from stepgraph.runtime.tools.compile_ahead import compile_kernel_calls, record_steps
         from triton.compiler import compiler
         from triton.runtime.cache import get_cache_manager, triton_key
 

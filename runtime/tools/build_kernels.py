@@ -17,30 +17,20 @@ __all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit status: 0, or 1 if a library could not be built.
-
-    Prints the path of each library on stdout and progress on stderr.
-    """
+    """Print the path of each library; return 0, or 1 if a library could not be built."""
     parser = argparse.ArgumentParser(
         prog="stepgraph build-kernels",
         description="Compile the C++ kernels, so that processes need no compiler to start.",
     )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="DIR",
-        help="folder for the libraries; set STEPGRAPH_KERNEL_DIR to it at run time (default: the "
-        "user's cache, where every start looks)",
+    add = parser.add_argument
+    out = (
+        "folder for the libraries; set STEPGRAPH_KERNEL_DIR to it at run time (default: the user's"
     )
-    parser.add_argument(
-        "--march",
-        nargs="+",
-        default=["native"],
-        metavar="CPU",
-        help="CPUs to compile for, as the compiler names them (x86-64-v3, x86-64-v4, znver4, ...); "
-        "a start selects the best library for its CPU (default: native, this machine)",
-    )
-    parser.add_argument("--quiet", action="store_true", help="print no progress on stderr")
+    add("--out", type=Path, metavar="DIR", help=f"{out} cache, where every start looks)")
+    march = "CPUs to compile for, as the compiler names them (x86-64-v3, x86-64-v4, znver4, ...); a"
+    march += " start selects the best library for its CPU (default: native, this machine)"
+    add("--march", nargs="+", default=["native"], metavar="CPU", help=march)
+    add("--quiet", action="store_true", help="print no progress on stderr")
     options = parser.parse_args(argv)
     from ..kernels import build_kernels  # needs torch
 

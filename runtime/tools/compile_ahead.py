@@ -1,13 +1,14 @@
-"""Compiles recorded launches for a GPU, without a device, and reports their resources.
-
-`record_kernel_calls` records the launches of a step. This module compiles each launch for a compute
-capability, with the specialisation of Triton's launcher: an integer of 1 is a constant, and
-integers and addresses divisible by 16 are marked so. Triton ships the assembler and the program
-that reads registers and memory from the result, so no CUDA installation is needed.
+"""Compiles the kernels of a model's steps for a GPU, without a device, and reports their resources.
 
     python -m stepgraph.runtime.tools.compile_ahead --model preset:llama-3.2-1b --rows 1 8 32
 
-compiles the kernels of a model's decode and prefill steps, and prints a table.
+compiles the kernels of decode and prefill steps, and prints a table. `record_steps` records the
+launches of steps: the model, its cache and its buffers are made of tensors that have a shape and no
+memory (device "meta"); kernel calls are written down, and everything else computes nothing.
+`compile_kernel_calls` compiles each launch for a compute capability, with the specialisation of
+Triton's launcher: an integer of 1 is a constant, and integers and addresses divisible by 16 are
+marked so. Triton ships the assembler and the program that reads registers and memory from the
+result, so no CUDA installation is needed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import re
 import subprocess
 import sys
@@ -26,25 +26,51 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
+from ...cache.arena import Arena
+from ...cache.spec import group_layers
+from ...graphs.buckets import Buckets
+from ...graphs.buffers import TensorSpec
 from ...profiling.markdown import aligned
 from ..config import EngineConfig
+from ..engine.startup import find_engine_drafter
 from ..errors import ConfigError, StepgraphError
-from ..kernels.triton.kernel_calls import INTERPRETED, KernelCall
+from ..execution.inputs import DraftInputs, RowState, StepInputs
+from ..execution.step_functions import DraftStep, StepFunctions
+from ..execution.step_key import StepKey, StepSizes
+from ..kernels import batch_invariant_kernels, kernels_for, select_kernels
+from ..kernels.triton.decode_attention import triton_paged_attention
+from ..kernels.triton.experts import triton_experts
+from ..kernels.triton.kernel_calls import CAPABILITY, INTERPRETED, KernelCall, record_kernel_calls
+from ..loading.drafter_loading import new_drafter
+from ..loading.loader import Source, resolve_source
+from ..models.decoder import Decoder
+from ..models.drafters.drafter import DraftModel
+from ..models.plan import fused_layout, model_plan, plan_of
+from ..models.resolved_config import ResolvedConfig
 from .arguments import add_config_flags, config_of, integer
+from .memory_report import resolve_absent
 
-__all__ = ["CompiledKernel", "SHARED_MEMORY_LIMIT", "compile_kernel_calls"]
+__all__ = ["CompiledKernel", "RecordedStep", "SHARED_MEMORY_LIMIT", "compile_kernel_calls"]
+__all__ += ["record_steps"]
 
 SHARED_MEMORY_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 """Compute capability -> maximum bytes of shared memory per program. Source: CUDA Programming
 Guide, "Technical Specifications per Compute Capability"."""
 
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
+_META = torch.device("meta")
+_BLOCKS = 2
+"""Blocks of the cache; no kernel depends on their number."""
+
+
+# Kernels -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -156,27 +182,179 @@ def compile_kernel_calls(calls: Iterable[KernelCall], capability: int) -> Iterat
         yield compiled[key]
 
 
-def _resources(cubin: bytes) -> tuple[int, int, int, int]:
+def _resources(cubin: bytes) -> tuple[int, ...]:
     """Return registers and bytes of stack, of static shared and of local memory."""
     program = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        done = subprocess.run(
-            [os.fspath(program), "-res-usage", file.name], capture_output=True, text=True
-        )
+        command = [str(program), "-res-usage", file.name]
+        done = subprocess.run(command, capture_output=True, text=True)
     usage = _USAGE.search(done.stdout)
     if usage is None:
         raise RuntimeError(f"{program} says nothing: {done.stderr.strip() or done.stdout}")
-    registers, stack_bytes, shared_bytes, local_bytes = map(int, usage.groups())
-    return registers, stack_bytes, shared_bytes, local_bytes
+    return tuple(map(int, usage.groups()))
+
+
+# Steps -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedStep:
+    """A step and its kernel calls."""
+
+    name: str
+    """Phase, number of rows or tokens, and sampler: `decode 8 greedy`, `verify 8x4 sampled` (4
+    tokens per row), `decode 8 greedy drafting 3`. Steps with token masks are two: `verify 8x4
+    forward` and `verify 8x4 greedy masked`."""
+    kernel_calls: list[KernelCall]
+    """All calls of the step, in launch order."""
+
+
+def record_steps(
+    source: str | Path,
+    config: EngineConfig,
+    *,
+    rows: Sequence[int],
+    tokens: Sequence[int],
+    capability: int = CAPABILITY,
+) -> list[RecordedStep]:
+    """Record the steps of an engine, without a device and without weights.
+
+    With `config.speculation`, steps that verify drafts are among them; with a drafter, they and
+    decode steps propose some, and prefill steps let it follow. With `config.structured_output`,
+    steps with token masks are. Prefill steps of the full sampler, whose kernels are the decode
+    steps', are left out.
+
+    Args:
+        source: as `Engine.from_pretrained`; only the configuration is read, and of a drafter the
+            headers of its weights.
+        config: of the engine; its device and mode are as for a CUDA device that captures graphs.
+        rows: sizes of decode and verify steps.
+        tokens: sizes of prefill steps.
+        capability: compute capability, times ten, of the device that sizes are chosen for.
+
+    Raises:
+        CheckpointError: as `Engine.from_pretrained`.
+        ConfigError: the configuration cannot work with this model.
+    """
+    found = resolve_source(source, config_only=True)
+    resolved = resolve_absent(
+        dataclasses.replace(config, device="cuda", mode="graph"), found.native
+    )
+    resolved = dataclasses.replace(resolved, max_num_seqs=max(rows))
+    functions = _functions(found, resolved, max(tokens, default=1))
+    sizes = StepSizes(
+        rows=Buckets(rows),
+        # The largest prefill step limits verify steps.
+        tokens=Buckets([*tokens, resolved.prefill_chunk]),
+        read_blocks=Buckets([resolved.max_blocks_per_row]),
+        tokens_per_row=resolved.tokens_per_row,
+        proposed=resolved.proposed_drafts,
+        masked=resolved.structured_output,
+        prefill_rows=resolved.max_prefill_rows,
+    )
+
+    def is_recorded(key: StepKey) -> bool:
+        if key.phase == "decode":
+            return True
+        if key.part == "sample":
+            return len(tokens) > 0
+        return key.size in tokens and not key.full_sampler
+
+    steps = []
+    for key in dict.fromkeys(filter(is_recorded, sizes.keys())):
+        with record_kernel_calls(capability) as calls:
+            functions.bind(key)()
+        name = f"{key.phase} {key.size}"
+        if key.tokens_per_row > 1:
+            name = f"verify {key.size}x{key.tokens_per_row}"
+        kind = "sampled" if key.full_sampler else "greedy"
+        kind = {"forward": "forward", "sample": f"{kind} masked"}.get(key.part, kind)
+        drafting = f" drafting {key.drafts}" if key.drafts else ""
+        steps.append(RecordedStep(f"{name} {kind}{drafting}", calls))
+    return steps
+
+
+def _functions(found: Source, config: ResolvedConfig, prefill_tokens: int) -> StepFunctions:
+    """Return the steps of an engine, with tensors and weights that have no memory."""
+    model = found.native
+    groups = group_layers(plan_of(model).states)
+    kernels = select_kernels("cuda", config.mode, config.dtype, config.weights, config.kernels)
+    if config.batch_invariant:
+        kernels = batch_invariant_kernels(kernels)
+    if kernels.name == "triton":
+        # Without a device, the operators of torch would call no kernel.
+        kernels = dataclasses.replace(
+            kernels, attention=triton_paged_attention, experts=triton_experts
+        )
+    kernels = kernels_for(kernels, model_plan(model))
+    arena = Arena(groups, _BLOCKS, config.block_size, config.dtype, _META, config.storage)
+    decoder = Decoder(model, kernels, config.dtype, _META, groups, config.storage)
+    weights = {name: TensorSpec(p.shape, config.dtype) for name, p in fused_layout(model).items()}
+    decoder.store(_absent(weights).items())
+    state = RowState.of(config, model, len(groups), _META)
+    inputs = StepInputs.layout(
+        max_num_seqs=config.max_num_seqs,
+        prefill_tokens=prefill_tokens,
+        prefill_rows=config.max_prefill_rows,
+        table_updates=1,
+    )
+    drafts: DraftInputs[torch.Tensor] | None = None
+    if config.tokens_per_row:
+        most = max(config.tokens_per_row) - 1
+        layout = DraftInputs.layout(max_num_seqs=config.max_num_seqs, drafts=most)
+        drafts = DraftInputs(**_absent(layout))
+    drafting: DraftStep | None = None
+    drafter = find_engine_drafter(found, config, groups)
+    if drafter is not None:
+        absent = new_drafter(drafter.config, decoder, decoder.kernels, drafter.layers)
+        weights = {p.name: TensorSpec(p.shape, config.dtype) for p in drafter.config.parameters}
+        module = absent.decoder if isinstance(absent, DraftModel) else absent
+        module.store(_absent(weights).items())
+        group = dataclasses.replace(drafter.layers, index=0)
+        own = Arena([group], _BLOCKS, config.block_size, config.dtype, _META, config.storage)
+        drafting = DraftStep(absent, own.tensor, state, config.block_size)
+    return StepFunctions(
+        decoder,
+        arena.tensor,
+        config.block_size,
+        state,
+        StepInputs(**_absent(inputs)),
+        None,
+        compiled=False,
+        drafts=drafts,
+        drafting=drafting,
+    )
+
+
+def _absent(layout: dict[str, TensorSpec]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a layout, without memory."""
+    return {
+        name: torch.empty(spec.shape, dtype=spec.dtype, device=_META)
+        for name, spec in layout.items()
+    }
+
+
+# The command -------------------------------------------------------------------------------------
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compile the kernels of a model and print a table; return 1 where a kernel has faults."""
-    options = _parser().parse_args(arguments)
-    from .recorded_steps import record_steps  # only the command needs models
-
+    parser = argparse.ArgumentParser(
+        prog="python -m stepgraph.runtime.tools.compile_ahead",
+        description="Compile the kernels of a model's steps for a GPU, without a device.",
+    )
+    add = parser.add_argument
+    add("--model", default="preset:llama-3.2-1b", help="as in bench.py")
+    add("--rows", nargs="+", type=integer(1), default=[1, 8, 32], help="decode steps")
+    add("--tokens", nargs="*", type=integer(1), default=[512], help="prefill steps")
+    add("--capability", nargs="+", type=int, default=[90], choices=SHARED_MEMORY_LIMIT)
+    add("--json", type=Path, metavar="FILE", help="write all results to this file")
+    engine = parser.add_argument_group("the engine")
+    without = ("device", "mode", "max_num_seqs")
+    add_config_flags(engine, EngineConfig, defaults={}, without=without)
+    options = parser.parse_args(arguments)
     launches: dict[str, Counter[str]] = {}
     kernels: dict[CompiledKernel, dict[str, None]] = {}
     try:
@@ -213,29 +391,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         }
         options.json.write_text(json.dumps(document, indent=1) + "\n")
     return 1 if faults else 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m stepgraph.runtime.tools.compile_ahead",
-        description="Compile the kernels of a model's steps for a GPU, without a device.",
-    )
-    parser.add_argument("--model", default="preset:llama-3.2-1b", help="as in bench.py")
-    parser.add_argument(
-        "--rows", nargs="+", type=integer(1), default=[1, 8, 32], help="decode steps"
-    )
-    parser.add_argument("--tokens", nargs="*", type=integer(1), default=[512], help="prefill steps")
-    parser.add_argument(
-        "--capability", nargs="+", type=int, default=[90], choices=SHARED_MEMORY_LIMIT
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all results to this file")
-    add_config_flags(
-        parser.add_argument_group("the engine"),
-        EngineConfig,
-        defaults={},
-        without=("device", "mode", "max_num_seqs"),
-    )
-    return parser
 
 
 if __name__ == "__main__":

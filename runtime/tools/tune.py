@@ -155,13 +155,29 @@ def main(
         timer: None: `time_captured`.
         device: where steps run; None: the current CUDA device.
     """
-    options = _parser().parse_args(arguments)
+    parser = argparse.ArgumentParser(
+        prog="python -m stepgraph.runtime.tools.tune",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--model", required=True, help="checkpoint directory, hub id or preset:NAME")
+    help_rows = "rows of decode steps (default: 1 2 4 8 16 32); above 4 only experts are tuned"
+    sizes = [1, 2, 4, 8, 16, 32]
+    add("--rows", nargs="+", type=integer(1, MOST_ROWS), default=sizes, help=help_rows)
+    add("--dtype", default="auto", choices=DTYPES)
+    add("--weight-dtype", default="auto", choices=STORED_DTYPES)
+    options = parser.parse_args(arguments)
     found = set()
     try:
-        device = device or _cuda_device()
+        if device is None and not torch.cuda.is_available():
+            raise ConfigError("tuning times kernels on a CUDA device, and torch sees none")
+        if device is None and os.environ.get("TRITON_INTERPRET") == "1":
+            raise ConfigError("TRITON_INTERPRET=1 keeps kernels from the device: unset it")
         # After the check: a machine without a device may lack Triton.
         from ..kernels.triton.tuning import store, tuning_file
 
+        device = device or torch.device("cuda", torch.cuda.current_device())
         timer = timer or partial(time_captured, device=device)
         settings = EngineConfig(
             device=device.type,
@@ -186,36 +202,6 @@ def main(
         return 1
     print(f"{len(found)} choices are in {tuning_file()}")
     return 0
-
-
-def _cuda_device() -> torch.device:
-    """Return the device to time steps on. Raises ConfigError where there is none."""
-    if not torch.cuda.is_available():
-        raise ConfigError("tuning times kernels on a CUDA device, and torch sees none")
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        raise ConfigError("TRITON_INTERPRET=1 keeps kernels from the device: unset it")
-    return torch.device("cuda", torch.cuda.current_device())
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m stepgraph.runtime.tools.tune",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--model", required=True, help="checkpoint directory, hub id or preset:NAME"
-    )
-    parser.add_argument(
-        "--rows",
-        nargs="+",
-        type=integer(1, MOST_ROWS),
-        default=[1, 2, 4, 8, 16, 32],
-        help="rows of decode steps (default: 1 2 4 8 16 32); above 4 only experts are tuned",
-    )
-    parser.add_argument("--dtype", default="auto", choices=DTYPES)
-    parser.add_argument("--weight-dtype", default="auto", choices=STORED_DTYPES)
-    return parser
 
 
 if __name__ == "__main__":

@@ -332,15 +332,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--model", default="preset:llama-3.2-1b", help="as in bench.py; only its shapes are used"
-    )
-    parser.add_argument("--dtype", default="auto", help="dtype (default: auto, as stored)")
-    parser.add_argument("--rows", nargs="+", type=integer(1, MAX_ROWS), default=[1, 8, 32])
-    parser.add_argument("--context", type=int, default=1024, help="tokens of each row")
-    parser.add_argument("--replays", type=int, default=1000, help="replays of each captured graph")
-    parser.add_argument("--kernel", nargs="+", help="names (default: all, and the layer)")
-    parser.add_argument("--json", type=Path, help="write the results to this file after each check")
+    add = parser.add_argument
+    shapes = "as in bench.py; only its shapes are used"
+    add("--model", default="preset:llama-3.2-1b", help=shapes)
+    add("--dtype", default="auto", help="dtype (default: auto, as stored)")
+    add("--rows", nargs="+", type=integer(1, MAX_ROWS), default=[1, 8, 32])
+    add("--context", type=int, default=1024, help="tokens of each row")
+    add("--replays", type=int, default=1000, help="replays of each captured graph")
+    add("--kernel", nargs="+", help="names (default: all, and the layer)")
+    add("--json", type=Path, help="write the results to this file after each check")
     options = parser.parse_args(arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     found: list[dict[str, Any]] = []
@@ -350,10 +350,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ConfigError("no CUDA device found: set TRITON_INTERPRET=1 to run on the CPU")
         settings = EngineConfig(device=device, mode="eager", dtype=options.dtype)
         model, config = resolve_fused(options.model, settings)
-        shapes = {n: getattr(options, n) for n in ("context", "replays")}
         for rows in options.rows:
             for result in check_operations(
-                model, config, Operations(), rows=rows, kernels=options.kernel, **shapes
+                model,
+                config,
+                Operations(),
+                rows=rows,
+                context=options.context,
+                replays=options.replays,
+                kernels=options.kernel,
             ):
                 print(result, flush=True)
                 entry = dataclasses.asdict(result) | {"passed": result.passed}

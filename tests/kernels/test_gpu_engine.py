@@ -22,7 +22,7 @@ from stepgraph.runtime.kernels.triton.backend import gpu_kernels
 from stepgraph.runtime.kernels.triton.decode_attention import triton_paged_attention
 from stepgraph.runtime.kernels.triton.experts import triton_experts
 from stepgraph.runtime.kernels.triton.kernel_calls import INTERPRETED
-from stepgraph.runtime.tools.recorded_steps import record_steps
+from stepgraph.runtime.tools.compile_ahead import record_steps
 
 from ..rigs.engine_rig import Open
 from ..rigs.expert_models import EXPERT_VARIANTS

@@ -120,7 +120,7 @@ triton.knobs.compilation.listener = lambda src, cache_hit, **_: listed.append(ca
 from stepgraph.runtime import EngineConfig
 from stepgraph.runtime.bench.workload import BenchmarkCase
 from stepgraph.runtime.tools.compile_ahead import compile_kernel_calls
-from stepgraph.runtime.tools.recorded_steps import record_steps
+from stepgraph.runtime.tools.compile_ahead import record_steps
 longest = BenchmarkCase(1, carry_kernels.CONTEXT, carry_kernels.OUTPUT).longest_sequence(512)
 config = EngineConfig(max_num_seqs=1, max_model_len=longest, prefix_cache=False)
 for step in record_steps("demo", config, rows=[1], tokens=[]):

@@ -28,8 +28,7 @@ from stepgraph.runtime.kernels.triton.filled_memory import FilledMemory
 from stepgraph.runtime.kernels.triton.kernel_calls import call_kernel, wait_for_inputs
 from stepgraph.runtime.kernels.triton.precompile import compile_kernels
 from stepgraph.runtime.memory.measurement import StepMemory
-from stepgraph.runtime.tools.compile_ahead import compile_kernel_calls
-from stepgraph.runtime.tools.recorded_steps import record_steps
+from stepgraph.runtime.tools.compile_ahead import compile_kernel_calls, record_steps
 from triton.backends.compiler import GPUTarget
 
 compiled: list[tuple[str, str]] = []

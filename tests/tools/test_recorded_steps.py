@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("triton")
 
 from stepgraph.runtime import EngineConfig
-from stepgraph.runtime.tools.recorded_steps import RecordedStep, record_steps
+from stepgraph.runtime.tools.compile_ahead import RecordedStep, record_steps
 
 EAGLE3 = {"method": "eagle3", "num_speculative_tokens": 2}
 
