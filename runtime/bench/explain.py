@@ -21,6 +21,9 @@ from .options import MODEL_FLAGS, REPORTED_ERRORS, add_flags, number, print_erro
 
 __all__ = ["main"]
 
+Explain = Callable[[str, EngineConfig], str]
+"""Explains a model with its dtypes."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
@@ -61,41 +64,51 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_flags(step, "input-len", default=[1024], metavar="TOKENS", help=context)
     groups = "numbers of GPUs that share the model: print the floors of their steps"
     add_flags(step, "tensor-parallel", help=groups)
-    for topic in (memory, step):
-        topic.set_defaults(program=topic.prog)
+    memory.set_defaults(explain=_explain_memory, program=memory.prog)
+    step.set_defaults(explain=_explain_step, program=step.prog)
     options = parser.parse_args(arguments)
+    status, separator = 0, ""
+    stored = (options.dtype, options.weight_dtype, options.kv_dtype)
     try:
-        return _explain_memory(options) if options.topic == "memory" else _explain_step(options)
+        texts = options.explain(options)
+        for model, dtype, weight_dtype, kv_dtype in itertools.product(options.model, *stored):
+            config = EngineConfig(dtype=dtype, weight_dtype=weight_dtype, kv_dtype=kv_dtype)
+            for text in texts:
+                try:
+                    print_text(separator + text(model, config))
+                    separator = "\n"
+                except REPORTED_ERRORS as error:  # the other combinations are still printed
+                    status = max(status, print_error(error, model, program=options.program))
     except REPORTED_ERRORS as error:
         return print_error(error, program=options.program)
+    return status
 
 
-def _explain_memory(options: argparse.Namespace) -> int:
-    """Print the memory plan of every model, dtype, mode, kernels, model_impl and group."""
+def _explain_memory(options: argparse.Namespace) -> list[Explain]:
+    """Return what prints the memory plan of every mode, kernels, model_impl and group."""
     from ..tools.memory_report import explain_memory  # needs torch
 
     def explain(model: str, config: EngineConfig, **point: Any) -> str:
-        config = dataclasses.replace(
-            config,
-            device=options.device,
-            max_num_seqs=max(options.batch_size),
-            prefill_chunk=options.prefill_chunk,
-            **point,
+        return explain_memory(model, dataclasses.replace(config, **point), options.device_memory)
+
+    shared = {
+        "device": options.device,
+        "max_num_seqs": max(options.batch_size),
+        "prefill_chunk": options.prefill_chunk,
+    }
+    modes, ranks = options.mode or ["auto"], options.tensor_parallel or [1]
+    return [
+        partial(
+            explain, mode=mode, kernels=kernels, model_impl=layers, tensor_parallel=size, **shared
         )
-        return explain_memory(model, config, options.device_memory)
-
-    return _explain_all(
-        options,
-        explain,
-        mode=options.mode or ["auto"],
-        kernels=options.kernels,
-        model_impl=options.model_impl,
-        tensor_parallel=options.tensor_parallel or [1],
-    )
+        for mode, kernels, layers, size in itertools.product(
+            modes, options.kernels, options.model_impl, ranks
+        )
+    ]
 
 
-def _explain_step(options: argparse.Namespace) -> int:
-    """Print the floor of a decode step, or of groups, for every point; return the status."""
+def _explain_step(options: argparse.Namespace) -> list[Explain]:
+    """Return what prints the floor of a decode step, or of groups, for every point."""
     from ..models.resolved_config import resolve_device  # these need torch
     from ..tools.step_costs import explain_step
 
@@ -109,29 +122,8 @@ def _explain_step(options: argparse.Namespace) -> int:
                 " --bandwidth-gb-s"
             )
         reads = bandwidth.measure_read_bandwidth(device)
-
-    explain = partial(explain_step, ranks=options.tensor_parallel or (), bandwidth=reads)
-    return _explain_all(options, explain, context=options.input_len, rows=options.batch_size)
-
-
-def _explain_all(
-    options: argparse.Namespace, explain: Callable[..., str], **lists: Sequence[object]
-) -> int:
-    """Print the explanation of each combination of models, dtypes and `lists`.
-
-    A combination that fails prints an error on stderr; the others are still printed.
-    """
-    status, separator = 0, ""
-    stored = (options.dtype, options.weight_dtype, options.kv_dtype)
-    for model, dtype, weight_dtype, kv_dtype, *point in itertools.product(
-        options.model, *stored, *lists.values()
-    ):
-        config = EngineConfig(dtype=dtype, weight_dtype=weight_dtype, kv_dtype=kv_dtype)
-        try:
-            text = explain(model, config, **dict(zip(lists, point, strict=True)))
-        except REPORTED_ERRORS as error:
-            status = max(status, print_error(error, model, program=options.program))
-        else:
-            print_text(separator + text)
-            separator = "\n"
-    return status
+    ranks = options.tensor_parallel or ()
+    return [
+        partial(explain_step, rows=rows, context=context, bandwidth=reads, ranks=ranks)
+        for context, rows in itertools.product(options.input_len, options.batch_size)
+    ]

@@ -190,13 +190,7 @@ def decode_operation_costs(
 ) -> list[OperationCost]:
     """Return what each operation of a decode step on a GPU must read, for `KernelNames.costs`.
 
-    Empty for models whose layers are made of other kernels.
-
-    Args:
-        model: shapes.
-        config: dtypes of the model, its weights and its cache; nothing else of it counts.
-        rows: that decode.
-        context: tokens of each, the newest included.
+    Empty for models whose layers are made of other kernels. Of `config` only the dtypes count.
     """
     plan = model_plan(model)
     if fusion_obstacle(plan) is not None:
@@ -258,33 +252,19 @@ def explain_step(
         f"{source} in {describe_stored(resolved)}, {num_rows(rows)} of {context:,} tokens at"
         f" {bandwidth / 1e9:,.0f} GB/s"
     )
-    if not ranks:
-        found = reads(plan)
-        floor = floor_bytes(found) / bandwidth
-        return "\n".join(
-            [
-                *(point, "", *_step_table(found, bandwidth), "", *describe_experts(plan, rows)),
-                f"floor {floor * 1e6:,.0f} µs: {floor_bytes(found) / 1e6:,.1f} MB,"
-                f" {rows / floor:,.0f} tok/s",
-            ]
-        )
-    cells = []
-    for count in sorted({1, *ranks}):
-        largest = max((reads(shard_plan(plan, r, count)) for r in range(count)), key=floor_bytes)
-        weights = sum(read.launches * read.weights for read in largest)
-        cache = sum(read.launches * read.cache for read in largest)
-        floor = (weights + cache) / bandwidth
-        sizes_mb = [f"{n / 1e6:,.1f}" for n in (weights, cache)]
-        cells.append([str(count), *sizes_mb, f"{floor * 1e6:,.0f}"])
-    head = ["ranks", "weights MB", "cache MB", "floor µs"]
-    return "\n".join([f"{point} a device", "", *aligned(head, cells, 0)])
-
-
-def _step_table(reads: Sequence[StepBytes], bandwidth: float) -> list[str]:
-    """Return the operations of a step that read weights or cache, as Markdown.
-
-    Microseconds are of the bytes at `bandwidth`, in bytes per second.
-    """
+    if ranks:
+        cells = []
+        for count in sorted({1, *ranks}):
+            shards = (reads(shard_plan(plan, rank, count)) for rank in range(count))
+            largest = max(shards, key=floor_bytes)
+            weights = sum(read.launches * read.weights for read in largest)
+            parts = weights, floor_bytes(largest) - weights
+            floor_us = 1e6 * sum(parts) / bandwidth
+            cells.append([str(count), *(f"{n / 1e6:,.1f}" for n in parts), f"{floor_us:,.0f}"])
+        head = ["ranks", "weights MB", "cache MB", "floor µs"]
+        return "\n".join([f"{point} a device", "", *aligned(head, cells, 0)])
+    found = reads(plan)
+    floor = floor_bytes(found) / bandwidth
     head = ["operation", "launches", "weights MB", "cache MB", "µs", "µs a step", "share"]
     cells = [
         [
@@ -293,9 +273,15 @@ def _step_table(reads: Sequence[StepBytes], bandwidth: float) -> list[str]:
             *(f"{n / 1e6:.2f}" for n in (read.weights, read.cache)),
             f"{read.total / read.launches / bandwidth * 1e6:.2f}",
             f"{read.total / bandwidth * 1e6:.1f}",
-            f"{read.total / floor_bytes(reads):.1%}",
+            f"{read.total / floor_bytes(found):.1%}",
         ]
-        for read in reads
+        for read in found
         if read.total
     ]
-    return aligned(head, cells, 1)
+    return "\n".join(
+        [
+            *(point, "", *aligned(head, cells, 1), "", *describe_experts(plan, rows)),
+            f"floor {floor * 1e6:,.0f} µs: {floor_bytes(found) / 1e6:,.1f} MB,"
+            f" {rows / floor:,.0f} tok/s",
+        ]
+    )
