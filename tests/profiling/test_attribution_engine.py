@@ -14,7 +14,7 @@ from stepgraph.profiling.attribution import KernelNames, NodeKind, StepNodes
 from stepgraph.runtime import EngineConfig
 from stepgraph.runtime.execution.step_key import StepKey
 from stepgraph.runtime.operation_scopes import operation
-from stepgraph.runtime.tools import recorded_steps
+from stepgraph.runtime.tools import compile_ahead
 from stepgraph.runtime.tools.step_costs import decode_operation_costs
 
 from ..rigs.engine_rig import Open, greedy
@@ -82,7 +82,7 @@ class KernelCallNodes:
 def record_names(monkeypatch: pytest.MonkeyPatch) -> Callable[..., KernelNames]:
     """Record the names of the steps that a GPU would run, on tensors without memory."""
     pytest.importorskip("triton")
-    record_kernel_calls = recorded_steps.record_kernel_calls
+    record_kernel_calls = compile_ahead.record_kernel_calls
 
     @contextlib.contextmanager
     def attributed(capability: int) -> Iterator[list[Any]]:
@@ -96,10 +96,10 @@ def record_names(monkeypatch: pytest.MonkeyPatch) -> Callable[..., KernelNames]:
 
     def make(*args: Any, **kwargs: Any) -> KernelNames:
         with attribution.recording() as names:
-            recorded_steps.record_steps(*args, **kwargs)
+            compile_ahead.record_steps(*args, **kwargs)
         return names
 
-    monkeypatch.setattr(recorded_steps, "record_kernel_calls", attributed)
+    monkeypatch.setattr(compile_ahead, "record_kernel_calls", attributed)
     return make
 
 
