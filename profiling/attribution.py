@@ -170,13 +170,10 @@ class StepIdentity(Protocol):
 
 
 class ScopeListener(Protocol):
-    """Receives the scopes of operations, from any thread."""
+    """Receives the scopes of operations, from any thread; `failed`: one ended by an exception."""
 
-    def enter(self, name: str, layer: int | None) -> None:
-        """A scope began."""
-
-    def leave(self, *, failed: bool) -> None:
-        """The innermost scope ended; `failed`: with an exception."""
+    def enter(self, name: str, layer: int | None) -> None: ...
+    def leave(self, *, failed: bool) -> None: ...
 
 
 _names: ContextVar[KernelNames | None] = ContextVar("stepgraph_kernel_names", default=None)
@@ -289,19 +286,13 @@ class _Tape:
         self.nodes += [Node(layer, name, kind, kernel) for kind, kernel in taken]
 
     def enter(self, name: str, layer: int | None) -> None:
-        """Open a scope."""
         self.boundary()
         if layer is None and self._scopes:
             layer = self._scopes[-1][1]
         self._scopes.append((name, layer))
 
     def leave(self, *, failed: bool) -> None:
-        """Close the innermost scope.
-
-        An exception may have ended the capture, and with it the graph: its nodes are not listed
-        again.
-        """
-        if failed:
+        if failed:  # the exception may have ended the capture, and with it the graph
             self._source = None
             self.nodes.clear()
         self.boundary()
@@ -382,10 +373,7 @@ class CudaGraphNodes:
             raise AttributionError("the stream is not capturing")
 
     def take(self) -> list[tuple[NodeKind, str | None]]:
-        """Return the nodes captured since the last call, each after those it depends on.
-
-        Each as its kind and the name of its device function, None where it is unknown.
-        """
+        """Return kind and kernel of the nodes captured since the last call, in order."""
         _, count = self._call("cudaGraphGetNodes", self._graph)
         if count == len(self._known):
             return []
@@ -471,9 +459,8 @@ def nodes_of_replay(
 ) -> list[Node | None] | None:
     """Return the node of each piece of work of a replay.
 
-    They are matched by order: a replay in one stream runs its nodes in capture order. All layers
-    have the same kernel names, so a replay that lacks kernels is not matched: any alignment would
-    be a guess.
+    They are matched by order: a replay in one stream runs its nodes in capture order. A replay
+    that lacks kernels is not matched: as layers have equal kernels, any alignment would be a guess.
 
     Args:
         names: of all captured steps.

@@ -12,18 +12,12 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 from . import ranges
 
-__all__ = [
-    "CaptureWindowError",
-    "GraphTrace",
-    "capture_window",
-    "export_command",
-    "inside_nsys",
-    "nsys_command",
-]
+__all__ = ["CaptureWindowError", "GraphTrace", "capture_window", "export_command"]
+__all__ += ["inside_nsys", "nsys_command"]
 
 GraphTrace = Literal["graph", "node"]
 """What nsys records of a CUDA graph: its begin and end, or each of its nodes.
@@ -48,15 +42,9 @@ def nsys_command(
 ) -> str:
     """Return the shell command that profiles `program`, which opens a `capture_window`.
 
-    It writes `output`.nsys-rep, and replaces an earlier one. CPU samples and context switches are
-    left out: they are not needed, and they perturb what is measured. When the window closes, nsys
-    stops collecting and the program runs on to its end.
-
-    Args:
-        program: the command line to profile, the executable first.
-        output: path of the results, without a suffix.
-        graph_trace: see `GraphTrace`.
-        on_cuda: CUDA's profiler API opens the window; without CUDA the NVTX range `window` does.
+    It writes `output`.nsys-rep, and replaces an earlier one. CPU samples and context switches,
+    which would perturb the steps, are left out. CUDA's profiler API opens the window; without CUDA
+    the NVTX range `window` does. When it closes, the program runs on to its end.
     """
     name = output.replace("%", "%%")  # nsys puts the process and more in the place of %p...
     if on_cuda:
@@ -94,12 +82,10 @@ def capture_window() -> Iterator[None]:
     """Profile what runs inside, under the nsys of `nsys_command`; without nsys it changes nothing.
 
     On CUDA the device is synchronised at both ends, so that the window holds the work that was
-    started in it, all of it and no other. It ends on every way out. `nsys_command` collects the
-    first window of a program; later ones pass unseen.
+    started in it. nsys collects the first window of a program only.
 
     Raises:
-        CaptureWindowError: another window is open, in this thread or in another one. That one
-            stays open.
+        CaptureWindowError: another window is open in this process; it stays open.
     """
     if not _window.acquire(blocking=False):
         raise CaptureWindowError(
@@ -107,7 +93,8 @@ def capture_window() -> Iterator[None]:
         )
     with contextlib.ExitStack() as stack:  # unwinds in reverse order
         stack.callback(_window.release)
-        cuda = _cuda_in_use()
+        torch = sys.modules.get("torch")
+        cuda = torch.cuda if torch is not None and torch.cuda.is_initialized() else None
         if cuda is not None:
             cuda.synchronize()
             cuda.profiler.start()
@@ -116,11 +103,3 @@ def capture_window() -> Iterator[None]:
         if cuda is not None:
             stack.callback(cuda.synchronize)
         yield
-
-
-def _cuda_in_use() -> Any:
-    """`torch.cuda` if this process has initialised CUDA, else None."""
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_initialized():
-        return None
-    return torch.cuda

@@ -41,16 +41,8 @@ from . import attribution, ranges
 from .atomic_write import check_writable, write_file
 from .attribution import DeviceWork, KernelNames, Node, nodes_of_replay
 
-__all__ = [
-    "SUFFIX",
-    "Event",
-    "Scopes",
-    "TraceError",
-    "end_of",
-    "name_work",
-    "read_trace",
-    "torch_trace",
-]
+__all__ = ["SUFFIX", "Event", "Scopes", "TraceError", "end_of", "name_work", "read_trace"]
+__all__ += ["torch_trace"]
 
 SUFFIX = ".json.gz"
 """Suffix of a trace; viewers need it."""
@@ -80,14 +72,13 @@ def torch_trace(path: Path | str, names: KernelNames | None = None) -> Iterator[
     """Record what runs inside, and write it as a compressed trace in the Chrome format.
 
     The device is synchronised at both ends, so that the trace holds the work that was launched
-    inside. Recording costs some microseconds for each operator and range: a trace shows where the
-    time goes, not how much of it there is.
+    inside. Recording costs some microseconds for each operator and range.
 
     Args:
         path: a name that ends in `.json.gz`; another trace of that name is replaced
             atomically. Where the body raises nothing is written.
-        names: the nodes of captured steps, recorded while the engine was made
-            (`attribution.recording`); without them kernels keep the names of their functions.
+        names: the nodes of captured steps (`attribution.recording`); without them kernels keep the
+            names of their functions.
 
     Raises:
         WriteError: the file cannot be written.
@@ -206,7 +197,7 @@ def annotate(
 
     Args:
         document: a trace that torch wrote.
-        log: the entries that events are named by.
+        log: the entries that ranges of ours are named by.
         names: the nodes of the captured steps; without them kernels keep their names.
 
     Raises:
@@ -214,7 +205,11 @@ def annotate(
     """
     events = _events_of(document)
     for event in events:
-        _name_range(event, log)
+        name = event.get("name")
+        if isinstance(name, str) and name.startswith(_PREFIX):
+            recorded = log[int(name.removeprefix(_PREFIX))]
+            event["name"] = recorded.name
+            event["args"] = {**recorded.payload, **event.get("args", {})}
     for _ in name_work(events, Scopes(events), names):
         pass
     _separate_overlaps(events)
@@ -261,15 +256,6 @@ def _events_of(document: Any) -> list[Event]:
 def end_of(event: Event) -> Any:
     """When a complete event ended, in the unit of its trace."""
     return event["ts"] + event["dur"]
-
-
-def _name_range(event: Event, log: Mapping[int, Recorded]) -> None:
-    """Give a range of ours its name and payload."""
-    name = event.get("name")
-    if isinstance(name, str) and name.startswith(_PREFIX):
-        recorded = log[int(name.removeprefix(_PREFIX))]
-        event["name"] = recorded.name
-        event["args"] = {**recorded.payload, **event.get("args", {})}
 
 
 class Scopes:

@@ -43,13 +43,7 @@ _COMMIT = "STEPGRAPH_COMMIT"
 def new_document(
     device: torch.device, bandwidth: float, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Return a document without cases.
-
-    Args:
-        device: what is measured.
-        bandwidth: its measured read bandwidth, in bytes per second.
-        options: the checked command line.
-    """
+    """Return a document without cases; `bandwidth` is measured, in bytes per second."""
     frequency, monitor = psutil.cpu_freq(), DeviceMonitor.of(device)
     cpu = _cpu_name()
     environment = {
@@ -132,12 +126,12 @@ def _described_commit() -> str | None:
     command = ("git", "describe", "--always", "--dirty", "--abbrev=12")
     folder = Path(__file__).resolve().parent
     try:
-        done = subprocess.run(
-            command, cwd=folder, capture_output=True, text=True, timeout=10, check=True
+        found = subprocess.check_output(
+            command, cwd=folder, stderr=subprocess.DEVNULL, text=True, timeout=10
         )
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip()
+    return found.strip()
 
 
 class _Formatter(string.Formatter):
@@ -323,8 +317,10 @@ def warnings(document: Entry) -> list[str]:
             f"Warning: the repetitions of {len(noisy)} of {len(cases)} cases lie more than"
             f" {SPREAD_LIMIT:.0%} apart (spread): {named}"
         )
-    both = [environment.get(f"bandwidth_{when}_gb_s") for when in ("before", "after")]
-    before, after = (value or environment["bandwidth_gb_s"] for value in both)
+    before, after = (
+        environment.get(f"bandwidth_{when}_gb_s", environment["bandwidth_gb_s"])
+        for when in ("before", "after")
+    )
     if max(before, after) > (1 + BANDWIDTH_LIMIT) * min(before, after):
         lines.append(
             f"Warning: memory was read at {before:.1f} GB/s before the cases and {after:.1f} after"
