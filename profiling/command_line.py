@@ -1,4 +1,4 @@
-"""The argument parser of all commands, their output, and the exit status after an interrupt."""
+"""The argument parser of all commands, their output and tables, and the status of an interrupt."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import argparse
 import io
 import os
 import sys
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
-__all__ = ["INTERRUPTED", "CommandParser", "print_text"]
+__all__ = ["INTERRUPTED", "CommandParser", "aligned", "print_text"]
 
 INTERRUPTED = 130
 """Exit status after SIGINT: 128 + 2, as in a shell."""
@@ -46,3 +47,23 @@ def print_text(text: str) -> None:
         devnull = os.open(os.devnull, os.O_WRONLY)
         os.dup2(devnull, sys.stdout.fileno())
         os.close(devnull)
+
+
+def aligned(head: Sequence[str], cells: Sequence[Sequence[str]], text_columns: int) -> list[str]:
+    """Return the lines of a table in Markdown that reads as plain text too.
+
+    The first `text_columns` are aligned to the left. A cell is one line, whatever is in it.
+    """
+    escaped = [[" ".join(cell.replace("|", "\\|").splitlines()) for cell in row] for row in cells]
+    # Not all readers of Markdown take a rule of less than three characters.
+    widths = [max(3, *map(len, column)) for column in zip(head, *escaped, strict=True)]
+
+    def line(row: Sequence[str]) -> str:
+        padded = [
+            cell.ljust(width) if i < text_columns else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        return "| " + " | ".join(padded) + " |"
+
+    rule = ["-" * w if i < text_columns else "-" * (w - 1) + ":" for i, w in enumerate(widths)]
+    return [line(row) for row in (head, rule, *escaped)]

@@ -8,17 +8,25 @@ does not support) are None, never an error.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["CLOCKS", "DeviceMonitor", "describe_throttling", "watch"]
+__all__ = ["describe_throttling", "driver_version", "watch"]
 
-CLOCKS: Final = ("driver", "max_sm_mhz", "max_memory_mhz")
-"""What `DeviceMonitor.describe` returns."""
 CLOCK_TOLERANCE: Final = 0.05
 """Relative change of the SM clock that a measurement tolerates without a warning."""
+_QUERIES: Final[dict[str, tuple[str, tuple[int, ...], float]]] = {
+    "sm_mhz": ("nvmlDeviceGetClockInfo", (1,), 1),  # NVML_CLOCK_SM
+    "memory_mhz": ("nvmlDeviceGetClockInfo", (2,), 1),  # NVML_CLOCK_MEM
+    "power_w": ("nvmlDeviceGetPowerUsage", (), 1e3),
+    "power_limit_w": ("nvmlDeviceGetEnforcedPowerLimit", (), 1e3),
+    "temperature_c": ("nvmlDeviceGetTemperature", (0,), 1),  # NVML_TEMPERATURE_GPU
+    "reasons": ("nvmlDeviceGetCurrentClocksEventReasons", (), 1),
+}
+"""Value -> function of NVML, its arguments after the device, and the divisor to the unit."""
 _IDLE: Final = "gpu_idle"
 _REASONS: Final = (
     *(_IDLE, "applications_clocks_setting", "sw_power_cap", "hw_slowdown", "sync_boost"),
@@ -30,83 +38,55 @@ _HARMLESS: Final = frozenset({_IDLE, "applications_clocks_setting"})
 """Clocks that are low because nothing runs, or as the user set them."""
 
 
-class DeviceMonitor:
-    """Reads the state of one device. Reading takes some hundred microseconds."""
+def _nvml(device: torch.device) -> tuple[Any, Any]:
+    """Return the module, initialised, and the handle of a device; None where NVML has none."""
+    import torch
 
-    def __init__(self, nvml: Any, handle: Any) -> None:
-        """`nvml` is the module `pynvml`, initialised; `handle` one of its devices."""
-        self._nvml = nvml
-        self._handle = handle
-
-    @classmethod
-    def of(cls, device: torch.device) -> DeviceMonitor | None:
-        """Return the monitor of a device; None where NVML does not know it."""
-        if device.type != "cuda":
-            return None
-        import torch
-
-        try:
-            import pynvml as nvml
-        except ImportError:
-            return None
-        # CUDA numbers the devices that CUDA_VISIBLE_DEVICES leaves, NVML all of them; slices of a
-        # card share its address on the PCI bus.
-        properties: Any = torch.cuda.get_device_properties(device)  # stubs lack the PCI address
-        place = properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id
-        try:
-            nvml.nvmlInit()  # counts its callers; the library stays as long as the process
-            handle = nvml.nvmlDeviceGetHandleByPciBusId("{:08x}:{:02x}:{:02x}.0".format(*place))
-        except nvml.NVMLError:  # no driver, no library, or a card that NVML does not list
-            return None
-        return cls(nvml, handle)
-
-    def read(self) -> dict[str, Any]:
-        """Return the state now; None for unavailable values.
-
-        `sm_mhz` and `memory_mhz`: clocks; `power_w` and `power_limit_w`: average draw as reported
-        by the driver, and enforced limit; `temperature_c`; `reasons`: names of NVML's reasons for
-        lower clocks, or the number of a bit without a name.
-        """
-        nvml, query = self._nvml, self._query
-        power = query("nvmlDeviceGetPowerUsage")
-        limit = query("nvmlDeviceGetEnforcedPowerLimit")
-        bits = query("nvmlDeviceGetCurrentClocksEventReasons")
-        names = dict(enumerate(_REASONS))
-        return {
-            "sm_mhz": query("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM),
-            "memory_mhz": query("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_MEM),
-            "power_w": None if power is None else power / 1e3,
-            "power_limit_w": None if limit is None else limit / 1e3,
-            "temperature_c": query("nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU),
-            "reasons": None
-            if bits is None
-            else [names.get(i, f"reason_{1 << i:#x}") for i in range(64) if bits >> i & 1],
-        }
-
-    def describe(self) -> dict[str, Any]:
-        """Return the driver version, and the highest clocks in MHz."""
-        nvml = self._nvml
-        clocks = (nvml.NVML_CLOCK_SM, nvml.NVML_CLOCK_MEM)
-        highest = [self._query("nvmlDeviceGetMaxClockInfo", clock) for clock in clocks]
-        return dict(zip(CLOCKS, (nvml.nvmlSystemGetDriverVersion(), *highest), strict=True))
-
-    def _query(self, name: str, *arguments: Any) -> Any:
-        """Return NVML's answer; None where the package, the driver or the card has none."""
-        try:
-            return getattr(self._nvml, name)(self._handle, *arguments)
-        except (AttributeError, self._nvml.NVMLError):
-            return None
+    try:
+        import pynvml as nvml
+    except ImportError:
+        return None, None
+    # CUDA numbers the devices that CUDA_VISIBLE_DEVICES leaves, NVML all of them; slices of a card
+    # share its address on the PCI bus.
+    properties: Any = torch.cuda.get_device_properties(device)  # stubs lack the PCI address
+    place = properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id
+    try:
+        nvml.nvmlInit()  # counts its callers; the library stays as long as the process
+        return nvml, nvml.nvmlDeviceGetHandleByPciBusId("{:08x}:{:02x}:{:02x}.0".format(*place))
+    except nvml.NVMLError:  # no driver, no library, or a card that NVML does not list
+        return None, None
 
 
-def watch(monitor: DeviceMonitor | None) -> Callable[[], dict[str, Any] | None]:
+def driver_version(device: torch.device) -> str | None:
+    """Return the version of a CUDA device's driver."""
+    nvml, _ = _nvml(device) if device.type == "cuda" else (None, None)
+    return None if nvml is None else nvml.nvmlSystemGetDriverVersion()
+
+
+def watch(device: torch.device) -> Callable[[], dict[str, Any] | None]:
     """Read the state now; the returned function reads it again, and returns both for the JSON.
 
-    Without a monitor it returns None.
+    A state has the clocks, the power that the driver reports and its limit, the temperature, and
+    the names of NVML's reasons for lower clocks. Without NVML both are None.
     """
-    if monitor is None:
+    nvml, handle = _nvml(device) if device.type == "cuda" else (None, None)
+    if nvml is None:
         return lambda: None
-    before = monitor.read()
-    return lambda: {"before": before, "after": monitor.read()}
+
+    def read() -> dict[str, Any]:
+        state: dict[str, Any] = dict.fromkeys(_QUERIES)
+        for name, (function, arguments, divisor) in _QUERIES.items():
+            with suppress(AttributeError, nvml.NVMLError):  # the driver or the card has it not
+                value = getattr(nvml, function)(handle, *arguments)
+                state[name] = value if divisor == 1 else value / divisor
+        bits, names = state["reasons"], dict(enumerate(_REASONS))
+        if bits is not None:
+            on = [bit for bit in range(64) if bits >> bit & 1]
+            state["reasons"] = [names.get(bit, f"reason_{1 << bit:#x}") for bit in on]
+        return state
+
+    before = read()
+    return lambda: {"before": before, "after": read()}
 
 
 def describe_throttling(before: Mapping[str, Any], after: Mapping[str, Any]) -> str | None:

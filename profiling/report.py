@@ -29,8 +29,7 @@ from typing import Any, Final
 from . import ranges
 from .atomic_write import WriteError, write_file
 from .attribution import OTHER, SUFFIX, KernelNames, NamesFileError, load
-from .command_line import CommandParser, print_text
-from .markdown import aligned
+from .command_line import CommandParser, aligned, print_text
 from .nsys import GraphTrace, export_command
 from .ranges import StepNumbers
 from .stats import Summary, covered

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 
 from ...profiling import bandwidth
-from ...profiling.device_state import DeviceMonitor
 from ..config import EngineConfig
 from ..engine.engine import Engine
 from ..engine.rank_start import check_can_split
@@ -70,7 +69,6 @@ class BenchmarkRun:
         """
         self.options = options
         self.device = resolve_device(options.device)
-        self.monitor = DeviceMonitor.of(self.device)
         self.kinds = self._resolve_kinds(sizes)
         self.say("measuring the read bandwidth of the device")
         self.bandwidth = bandwidth.measure_read_bandwidth(self.device)

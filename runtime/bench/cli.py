@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             reason = options.fail_above and failure(compare(old, new), options.fail_above)
             return print_error(reason) if reason else 0
         if options.profile == "nsys" and not inside_nsys():
-            from .step_profile import nsys_commands
+            from .steady import nsys_commands
 
             print_text(nsys_commands(options))
             return 0
@@ -45,11 +45,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _measure(options: argparse.Namespace) -> int:
     """Measure with engines; print and write the results, also if an error ends the measurement."""
-    from . import serve, steady, step_profile
+    from . import serve, steady
     from .benchmark_run import BenchmarkRun
     from .results import failed_checks, report, warnings
 
-    profile = None if options.profile == "none" else step_profile.StepProfile(options)
+    profile = None if options.profile == "none" else steady.StepProfile(options)
     if options.scenario == "serve":
         run = BenchmarkRun(options, {})
     else:

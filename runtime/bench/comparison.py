@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...profiling.markdown import aligned
+from ...profiling.command_line import aligned
 from ..errors import StepgraphError
 
 __all__ = ["KEYS", "SCHEMA_VERSION", "Ratio", "ResultsError", "compare", "comparison_text"]

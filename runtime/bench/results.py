@@ -18,8 +18,8 @@ import psutil
 import torch
 
 from ...profiling.atomic_write import write_file
-from ...profiling.device_state import CLOCKS, DeviceMonitor, describe_throttling
-from ...profiling.markdown import aligned
+from ...profiling.command_line import aligned
+from ...profiling.device_state import describe_throttling, driver_version
 from ..engine.engine import Engine
 from ..kernels import resolve_threads
 from ..kernels.weights import MODEL
@@ -44,11 +44,11 @@ def new_document(
     device: torch.device, bandwidth: float, options: argparse.Namespace
 ) -> dict[str, Any]:
     """Return a document without cases; `bandwidth` is measured, in bytes per second."""
-    frequency, monitor = psutil.cpu_freq(), DeviceMonitor.of(device)
+    frequency = psutil.cpu_freq()
     cpu = _cpu_name()
     environment = {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
-        **(dict.fromkeys(CLOCKS) if monitor is None else monitor.describe()),
+        "driver": driver_version(device),
         "cpu": cpu,
         "cpu_mhz": None if frequency is None else round(frequency.current),
         "threads": resolve_threads(options.threads),

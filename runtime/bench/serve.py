@@ -302,7 +302,7 @@ def _measure_load(
             rate = fraction * capacity
             run.say(f"{rate:.2f} requests/s ({fraction:g} of capacity)")
             times = arrival_times(rate, seconds, options.seed)
-            read_again = watch(run.monitor)
+            read_again = watch(run.device)
             outcomes = runner.run(open_loop(client.send, times, drain_seconds=DRAIN_SECONDS))
             yield {
                 **describe_engine(engine, model),

@@ -28,8 +28,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count, pairwise
 from typing import Any, NamedTuple
 
-from ...profiling.command_line import CommandParser, print_text
-from ...profiling.markdown import aligned
+from ...profiling.command_line import CommandParser, aligned, print_text
 from ...profiling.stats import Summary
 from .. import request
 from ..config import EngineConfig

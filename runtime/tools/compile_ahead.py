@@ -37,7 +37,7 @@ from ...cache.arena import Arena
 from ...cache.spec import group_layers
 from ...graphs.buckets import Buckets
 from ...graphs.buffers import TensorSpec
-from ...profiling.markdown import aligned
+from ...profiling.command_line import aligned
 from ..config import EngineConfig
 from ..engine.startup import find_engine_drafter
 from ..errors import ConfigError, StepgraphError

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from ...cache.arena import SCALE_BYTES
 from ...profiling.attribution import OperationCost
-from ...profiling.markdown import aligned
+from ...profiling.command_line import aligned
 from ..config import EngineConfig
 from ..errors import ConfigError
 from ..kernels.ops.layer_plan import ModelPlan

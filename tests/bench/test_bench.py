@@ -49,7 +49,7 @@ def document(tmp_path_factory):
 
 def test_a_case_is_what_was_measured(document):
     assert document["environment"]["command"].startswith("stepgraph bench --batch-size 1 2")
-    assert document["environment"]["max_sm_mhz"] is None
+    assert document["environment"]["driver"] is None
     one, two = document["cases"]
     assert (one["batch_size"], two["batch_size"]) == (1, 2)
     for case in document["cases"]:
