@@ -253,7 +253,7 @@ def _read_export(path: Path, notes: list[str]) -> list[Event]:
 
 
 def _select(connection: sqlite3.Connection, table: str, wanted: str) -> list[tuple[Any, ...]]:
-    """Return the rows in the order of their columns; NULL for columns that the table lacks."""
+    """Return the sorted rows; NULL for columns that the table lacks."""
     known = {row[1] for row in connection.execute(f'PRAGMA table_info("{table}")')}
     if not known:
         return []

@@ -57,12 +57,9 @@ Status = Literal["completed", "shed", "missed", "failed", "unfinished"]
 
 
 def arrival_times(rate: float, seconds: float, seed: int) -> list[float]:
-    """Return the arrivals of a Poisson process, in seconds from the start, in order.
+    """Return the arrivals of a seeded Poisson process, in seconds from the start, in order.
 
-    Args:
-        rate: mean requests per second, above 0.
-        seconds: length of the run; at least one request arrives, at its begin if no other does.
-        seed: equal arguments give equal arrivals.
+    `rate` is the mean per second. At least one request arrives, at the start if no other does.
     """
     generator = random.Random(f"{rate!r} {seed}")
     times: list[float] = []
@@ -177,12 +174,12 @@ def summarize(
 ) -> dict[str, Any]:
     """Return counts, latencies in ms and goodput of an open loop, for the JSON.
 
-    Args:
-        outcomes: of all requests, at least one.
-        seconds: over which they arrived.
-        slo_ttft_ms: the objective for first tokens, see `Outcome.is_good`.
-        slo_itl_ms: the objective for gaps.
+    `outcomes` are of all requests, at least one, which arrived over some `seconds`.
     """
+
+    def summary(samples: Sequence[float]) -> dict[str, Any] | None:
+        return Summary.of(samples).to_json() if samples else None
+
     statuses = Counter(outcome.status for outcome in outcomes)
     good = sum(outcome.is_good(slo_ttft_ms, slo_itl_ms) for outcome in outcomes)
     lag = Summary.of(outcome.lag_ms for outcome in outcomes)
@@ -192,16 +189,12 @@ def summarize(
         **{name: statuses[name] for name in get_args(Status)},
         "good": good,
         "goodput": good / seconds,
-        "ttft_ms": _summary([o.ttft_ms for o in outcomes if o.ttft_ms is not None]),
-        "itl_ms": _summary([gap for outcome in outcomes for gap in outcome.itl_ms]),
+        "ttft_ms": summary([o.ttft_ms for o in outcomes if o.ttft_ms is not None]),
+        "itl_ms": summary([gap for outcome in outcomes for gap in outcome.itl_ms]),
         "lag_ms": lag.to_json(),
         "generator_behind": (lag.max if lag.p99 is None else lag.p99) > MAX_LAG_MS,
         "error": next(errors, None),
     }
-
-
-def _summary(samples: Sequence[float]) -> dict[str, Any] | None:
-    return Summary.of(samples).to_json() if samples else None
 
 
 class EngineClient:
@@ -218,8 +211,7 @@ class EngineClient:
     async def send(self, number: int, outcome: Outcome) -> None:
         """Run a request; see `Send`."""
         prompt = self._prompts[number % len(self._prompts)]
-        reason: str | None = None
-        seconds: float | None = None
+        reason = seconds = None
         if self.slo_ttft_ms is not None:
             late_ms = (time.perf_counter_ns() - outcome.scheduled_ns) / 1e6
             seconds = max((self.slo_ttft_ms - late_ms) / 1e3, LEAST_SECONDS)

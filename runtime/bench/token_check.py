@@ -83,11 +83,10 @@ class TokenCheck:
             outputs: of each row the distinct outputs of the repetitions, sampled greedily.
 
         Returns:
-            `rows` and `tokens` that were scored, the tokens that `equal` the reference's largest
-            logit, the `worst_gap` of a token to that logit and the `tolerance`, both in standard
-            deviations of the position's logits (the gap is null where one is not finite), whether
-            `repetitions_equal` over all rows, whether it `passed`, and the `error` that kept the
-            reference from running, or null.
+            Numbers of scored `rows` and `tokens`, and of tokens that `equal` the reference's
+            choice; the `worst_gap` to its largest logit (null if not finite) and the `tolerance`
+            in standard deviations of the logits; `repetitions_equal`, `passed`, and the `error`
+            that kept the reference from running, or null.
         """
         last = len(prompts) - 1
         count = min(MOST_ROWS, len(prompts))

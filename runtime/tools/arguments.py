@@ -13,10 +13,8 @@ from ..arguments import Allowed, allowed_values, described_fields
 from ..config import EngineConfig, Speculation
 from ..errors import ConfigError
 
-__all__ = [
-    *("BYTES", "DTYPES", "STORED_DTYPES", "add_config_flags", "config_of", "flag_settings"),
-    *("flag_type", "integer", "parse_bytes", "speculation_spec"),
-]
+__all__ = ["BYTES", "DTYPES", "STORED_DTYPES", "add_config_flags", "config_of", "flag_settings"]
+__all__ += ["flag_type", "integer", "parse_bytes", "speculation_spec"]
 
 Config = TypeVar("Config")
 
@@ -44,11 +42,7 @@ def add_config_flags(
     defaults: Mapping[str, Any],
     without: Collection[str] = (),
 ) -> None:
-    """Add a flag for each field of a dataclass except those `without`.
-
-    Flags that are not given leave no attribute in the result of the parser; see `config_of`, which
-    has the same `defaults`.
-    """
+    """Add a flag for each field of a dataclass except those `without`; see `config_of`."""
     texts = described_fields(kind)
     for field in dataclasses.fields(kind):
         if field.name not in without:
@@ -96,14 +90,23 @@ def flag_settings(kind: type, name: str) -> dict[str, Any]:
     """Return the arguments of `add_argument` that read a field of a configuration."""
     allowed = allowed_values(kind).get(name)
     if allowed is None:
-        return {"type": flag_type(_speculation, "a method or a JSON object"), "metavar": "METHOD"}
+
+        def speculation(text: str) -> Speculation:
+            return Speculation.of(json.loads(text) if text.startswith("{") else text)
+
+        return {"type": flag_type(speculation, "a method or a JSON object"), "metavar": "METHOD"}
     if allowed.kind is bool:
         return {"action": argparse.BooleanOptionalAction}
     if allowed.choices:
         return {"choices": allowed.choices}
     if allowed.kind is Mapping:
         pair = "NAME=NUMBER"
-        return {"nargs": "+", "type": flag_type(_name_and_number, pair), "metavar": pair}
+
+        def name_and_number(text: str) -> tuple[str, float]:
+            name, _, number = text.rpartition("=")
+            return name, float(number)
+
+        return {"nargs": "+", "type": flag_type(name_and_number, pair), "metavar": pair}
     if name.endswith("_bytes"):
         return {"type": flag_type(parse_bytes, "a size such as 512MB"), "metavar": "SIZE"}
     value = allowed.entry or allowed
@@ -126,15 +129,6 @@ def flag_type(read: Callable[[str], Any], what: str) -> Callable[[str], Any]:
             raise argparse.ArgumentTypeError(f"{text!r:.80} is not {what}") from error
 
     return convert
-
-
-def _speculation(text: str) -> Speculation:
-    return Speculation.of(json.loads(text) if text.startswith("{") else text)
-
-
-def _name_and_number(text: str) -> tuple[str, float]:
-    name, _, number = text.rpartition("=")
-    return name, float(number)
 
 
 def parse_bytes(text: str) -> int:

@@ -45,11 +45,11 @@ def explain_memory(
 
     Args:
         source: as `Engine.from_pretrained`; only the configuration is read.
-        config: how the engine would run; `device` and `mode` describe a CUDA device in its
-            fastest mode where `device_memory` is given and they are `auto`. With `tensor_parallel`
-            the plan is the first rank's; other plans differ by a row of the vocabulary.
-        device_memory: bytes of a hypothetical device; None: the device of `config` with its free
-            memory. Ranks on a CPU share its memory equally.
+        config: how the engine would run; with `device_memory`, `auto` is a CUDA device in its
+            fastest mode. With `tensor_parallel` the plan is the first rank's; other plans differ
+            by a row of the vocabulary.
+        device_memory: bytes of a hypothetical device; None: the free memory of the device. Ranks
+            on a CPU share its memory equally.
 
     Raises:
         CheckpointError: as `Engine.from_pretrained`.
