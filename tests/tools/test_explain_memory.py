@@ -104,18 +104,20 @@ def test_the_plan_of_a_rank() -> None:
     assert answer(rank, question) > 2 * answer(whole, question)
 
 
-def test_replicated_heads_and_latents_of_a_rank() -> None:
-    heads = explain("preset:gpt-oss-20b", "80GB", tensor_parallel=16)
-    assert "1 of 8 key/value heads, replicated on 2 ranks" in heads
-    latent = explain("preset:deepseek-v2-lite", "80GB", tensor_parallel=8)
-    assert "a latent of all heads, replicated on 8 ranks" in latent
+@pytest.mark.parametrize(
+    ("model", "ranks", "held"),
+    [
+        ("gpt-oss-20b", 16, "1 of 8 key/value heads, replicated on 2 ranks"),
+        ("deepseek-v2-lite", 8, "a latent of all heads, replicated on 8 ranks"),
+    ],
+)
+def test_cache_of_a_rank_may_be_replicated(model: str, ranks: int, held: str) -> None:
+    assert held in explain(f"preset:{model}", "80GB", tensor_parallel=ranks)
 
 
 def test_ranks_on_a_cpu_share_its_memory() -> None:
-    plans = [
-        explain("demo", "80GB", device="cpu", mode="eager", tensor_parallel=ranks)
-        for ranks in (1, 2)
-    ]
+    on_cpu = {"device": "cpu", "mode": "eager"}
+    plans = [explain("demo", "80GB", **on_cpu, tensor_parallel=ranks) for ranks in (1, 2)]
     found = [re.search(r"^available +([\d.]+) GiB$", plan, re.MULTILINE) for plan in plans]
     whole, half = (float(line[1]) for line in found if line is not None)
     assert half == pytest.approx(whole / 2, abs=0.01)
