@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -26,7 +26,6 @@ __all__ = [
     "MemoryBudgetError",
     "MemoryPlan",
     "ModelFootprint",
-    "ReconciledTerm",
     "TERMS",
     "format_bytes",
     "plan_memory",
@@ -123,18 +122,6 @@ class MemoryPlan:
         """Bytes of each of `TERMS`."""
         return {name: getattr(self, name) for name in TERMS}
 
-    def reconcile(
-        self, measured: Mapping[str, int], notes: Mapping[str, str]
-    ) -> tuple[ReconciledTerm, ...]:
-        """Compare each of `TERMS` with measured bytes, which may be missing.
-
-        `notes` explain for some terms how they were measured, or why they were not.
-        """
-        return tuple(
-            ReconciledTerm(name, planned, measured.get(name), notes.get(name))
-            for name, planned in self.terms().items()
-        )
-
     def summary(self) -> str:
         """The plan on one line: its terms, and what the cache holds."""
         terms = ", ".join(
@@ -168,17 +155,6 @@ class MemoryPlan:
         if name in HOST_TERMS and not self.host_shared:
             return f"{label} (not in the total)"
         return label
-
-
-@dataclass(frozen=True)
-class ReconciledTerm:
-    """One term of a plan and its measurement, in bytes; None if it was not measured."""
-
-    name: str
-    planned: int
-    measured: int | None
-    note: str | None = None
-    """How it was measured, or why it was not."""
 
 
 def format_bytes(size: int) -> str:

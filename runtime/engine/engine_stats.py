@@ -161,9 +161,6 @@ def engine_stats(parts: EngineParts, loop: StepLoop, *, healthy: bool) -> dict[s
         "speculation": None if loop.speculator is None else loop.speculator.stats(),
         "fallbacks": library.misses,
         "padding": library.padding_fraction,
-        "memory": {
-            term.name: {"planned": term.planned, "measured": term.measured, "note": term.note}
-            for term in parts.reconcile()
-        },
+        "memory": parts.reconcile(),
         "memory_phases": [asdict(phase) for phase in parts.phases],
     }

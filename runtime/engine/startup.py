@@ -31,7 +31,6 @@ from ...cache.memory.handler import (
     MemoryBudget,
     MemoryBudgetError,
     MemoryPlan,
-    ReconciledTerm,
     format_bytes,
     plan_memory,
 )
@@ -365,8 +364,10 @@ class EngineParts:
             f" {self.start_seconds:.1f} s ({phases})"
         )
 
-    def reconcile(self) -> tuple[ReconciledTerm, ...]:
-        """Compare the plan with the memory held now and measured for steps.
+    def reconcile(self) -> dict[str, dict[str, int | str | None]]:
+        """Return each term of the plan as `planned` and `measured` bytes, with a `note`.
+
+        `measured` is None if it was not; `note` says how it was, or why not.
 
         On CUDA, weights, cache and static buffers are what torch's allocator counted in their
         phases of the start; on a CPU they are the sizes of the tensors, because pages and code are
@@ -388,19 +389,17 @@ class EngineParts:
             if drafter is not None:
                 held["weights"] += drafter.drafter.weight_bytes
                 held["cache"] += drafter.arena.nbytes
-        return self.plan.reconcile(
-            {
-                **held,
-                "captured_graphs": 0,
-                "host_cache": runner.host_cache_nbytes,
-                "host_buffers": runner.host_nbytes if on_cuda else 0,
-                **self.step_memory.measured,
-            },
-            {
-                "reserve": "left free for workspaces and fragmentation",
-                **self.step_memory.notes,
-            },
-        )
+        held |= {
+            "captured_graphs": 0,
+            "host_cache": runner.host_cache_nbytes,
+            "host_buffers": runner.host_nbytes if on_cuda else 0,
+            **self.step_memory.measured,
+        }
+        notes = {"reserve": "left free for workspaces and fragmentation", **self.step_memory.notes}
+        return {
+            name: {"planned": planned, "measured": held.get(name), "note": notes.get(name)}
+            for name, planned in self.plan.terms().items()
+        }
 
 
 def planned_kernels(model: DecoderConfig, config: ResolvedConfig) -> Kernels:

@@ -18,6 +18,7 @@ import torch
 from ..kernels.ops.draws import largest
 from ..kernels.ops.operation import per_token
 from ..kernels.triton.dependent import dependent_launch
+from ..models.config import DecoderConfig
 from ..models.transformers.decoder import DecoderModel
 from ..sampling.sample_output import SampleOutput
 from ..sampling_params import MAX_LOGPROBS
@@ -61,15 +62,12 @@ class PromptScorer:
             commands: sends runs to the other ranks of a tensor-parallel group.
         """
         self._model, self._next_ids, self._commands = model, next_ids, commands
-        most, best = len(next_ids), min(MAX_LOGPROBS, model.config.vocab_size)
-        hidden = (most + 1, model.config.hidden_size)
-        self.hidden = torch.zeros(hidden, dtype=model.dtype, device=model.device)
+        most = len(next_ids)
+        self.hidden, self.scores = self.allocate(most, model.config, model.dtype, model.device)
         """`[M + 1, hidden_size]`: the first rows are written by prefill steps. The last one never
-        is: without it torch compiles a step that writes all rows separately."""
-        size = SampleOutput.packed_bytes(most, best)
-        packed = torch.zeros(size, dtype=torch.uint8, device=model.device)
-        self.scores = SampleOutput.unpack(packed, most, best)
-        """Lane t scores what follows token t of the step, NaN without a distribution. Undefined in
+        is: without it torch compiles a step that writes all rows separately.
+
+        Lane t scores what follows token t of the step, NaN without a distribution. Undefined in
         lanes without a score, and in columns that no request needs."""
         self._slice = min(slice_tokens(max_num_seqs), most)
         # One shape on CUDA, so that no kernel is compiled while requests wait.
@@ -82,12 +80,15 @@ class PromptScorer:
         return self.hidden.nbytes + self.scores.packed.nbytes
 
     @staticmethod
-    def bytes_for(
-        prefill_tokens: int, hidden_size: int, vocab_size: int, dtype: torch.dtype
-    ) -> int:
-        """Bytes on the device."""
-        hidden = (prefill_tokens + 1) * hidden_size * dtype.itemsize
-        return hidden + SampleOutput.packed_bytes(prefill_tokens, min(MAX_LOGPROBS, vocab_size))
+    def allocate(
+        tokens: int, model: DecoderConfig, dtype: torch.dtype, device: torch.device
+    ) -> tuple[torch.Tensor, SampleOutput]:
+        """Allocate hidden states and scores of prefill steps of up to this number of tokens."""
+        best = min(MAX_LOGPROBS, model.vocab_size)
+        size = SampleOutput.packed_bytes(tokens, best)
+        packed = torch.zeros(size, dtype=torch.uint8, device=device)
+        hidden = torch.zeros(tokens + 1, model.hidden_size, dtype=dtype, device=device)
+        return hidden, SampleOutput.unpack(packed, tokens, best)
 
     def launch(self, chunks: Sequence[RowSpan]) -> StepOutput | None:
         """Score the chunks of the prefill step that was launched last, if any has scored positions.

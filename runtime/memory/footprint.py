@@ -239,10 +239,10 @@ def _scoring_bytes(model: DecoderConfig, plan: ModelPlan, config: ResolvedConfig
 def _static_bytes(model: DecoderConfig, config: ResolvedConfig, num_groups: int) -> int:
     """Bytes of row state, inputs and buffers for scoring."""
     state = RowState.of(config, model, num_groups, _META)
-    scores = PromptScorer.bytes_for(
-        config.prefill_chunk, model.hidden_size, model.vocab_size, config.dtype
-    )
-    return state.nbytes + _input_bytes(model, config, num_groups) + scores
+    hidden, scores = PromptScorer.allocate(config.prefill_chunk, model, config.dtype, _META)
+    assert scores.packed is not None
+    scored = hidden.nbytes + scores.packed.nbytes
+    return state.nbytes + _input_bytes(model, config, num_groups) + scored
 
 
 def _host_bytes(model: DecoderConfig, config: ResolvedConfig, num_groups: int) -> int:

@@ -30,6 +30,7 @@ from ..kernels.ops.operation import (
     Binding,
     LayerStep,
     Residual,
+    Run,
     Vector,
     collectives_of,
     per_token,
@@ -134,17 +135,19 @@ class Layer(nn.Module):
         self,
         plan: LayerPlan,
         kernels: Kernels,
-        places: tuple[LayerPlace, ...],
+        places: Iterator[LayerPlace],
         storage: Storage,
     ) -> None:
+        """Bind the operations; each takes the places of its states in the cache."""
         super().__init__()
-        to = Binding(self._module, kernels, places, storage)
-        self._operations = [
-            (op.name, op.scale if isinstance(op, Residual) else op.bind(to), op.reads, op.writes)
-            for op in plan.operations
-        ]
+        self._operations: list[tuple[str, Run | float, tuple[str, ...], str]] = []
         """Name and function of each operation (of residual additions, the factor of the value), and
         the names of the values that it reads and writes."""
+        for op in plan.operations:
+            own = tuple(next(places) for _ in op.states)
+            to = Binding(self._module, kernels, own, storage)
+            run = op.scale if isinstance(op, Residual) else op.bind(to)
+            self._operations.append((op.name, run, op.reads, op.writes))
 
     def _module(self, parameter: Parameter, make: Callable[[], nn.Module]) -> nn.Module:
         """The module that holds a parameter, in the tree that its name describes."""
@@ -226,15 +229,7 @@ class LayerStack(nn.Module):
         self._places = layer_places(groups)
         self._layouts = layouts(groups)
         places = iter(self._places)
-        self.layers = nn.ModuleList(
-            Layer(
-                layer,
-                kernels,
-                tuple(next(places) for op in layer.operations for _ in op.states),
-                storage,
-            )
-            for layer in plan.layers
-        )
+        self.layers = nn.ModuleList(Layer(layer, kernels, places, storage) for layer in plan.layers)
         self.norm = plan.norm.module()
         frequencies_KE = torch.stack([inverse_frequencies(r, plan.rope_dim) for r in ropes])
         self.inverse_frequencies = nn.Buffer(frequencies_KE.to(device), persistent=False)

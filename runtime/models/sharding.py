@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
+from ..kernels.ops.attention import Attend
 from ..kernels.ops.batch import NON_FINITE
 from ..kernels.ops.collectives import Collectives
 from ..kernels.ops.layer_plan import LayerPlan, ModelPlan, Shard
@@ -51,7 +52,8 @@ def shard_plan(plan: ModelPlan, rank: int, ranks: int) -> ModelPlan:
 
 
 def _sharded(layer: LayerPlan, rank: Rank) -> LayerPlan:
-    attend, operations = layer.attend, list[Operation]()
+    attend = next(op for op in layer.operations if isinstance(op, Attend))
+    operations: list[Operation] = []
     state = ShardedLayer(rank, attend.heads, attend.kv_heads)
     for op, following in zip(layer.operations, (*layer.operations[1:], None), strict=True):
         operations += op.shard(state, following)

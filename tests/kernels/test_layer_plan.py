@@ -2,7 +2,6 @@
 
 import pytest
 from stepgraph.runtime.errors import ConfigError
-from stepgraph.runtime.kernels.ops.attention import Attend
 from stepgraph.runtime.kernels.ops.layer_plan import LayerPlan
 from stepgraph.runtime.kernels.ops.linear import Linear
 from stepgraph.runtime.kernels.ops.operation import (
@@ -14,8 +13,6 @@ from stepgraph.runtime.kernels.ops.operation import (
     ShardedLayer,
 )
 from stepgraph.runtime.kernels.ops.parameter import Parameter, Source
-
-ATTEND = Attend(name="attention", heads=2, kv_heads=1, head_dim=4, value_dim=4, scale=0.5)
 
 
 def op(name: str, *reads: str, writes: str = "") -> Operation:
@@ -35,7 +32,6 @@ def test_values_are_read_after_they_are_written() -> None:
         ((op("a", "x", writes="x"),), ("a", "x")),
         ((op("a", writes="x"), op("b", writes="x")), ("a", "b", "x")),
         ((op("a", writes=LAYER_INPUT),), ("a", LAYER_INPUT)),
-        ((ATTEND, op("a"), ATTEND), ("attention",)),
     ],
 )
 def test_a_layer_whose_values_do_not_fit(

@@ -171,7 +171,7 @@ def test_latent_attention() -> None:
     assert config.latent is not None
     assert config.latent.q_lora_rank is None
     plan = model_plan(config)
-    attend = plan.layers[0].attend
+    attend = plan.attend
     assert (attend.kv_heads, attend.head_dim, attend.value_dim) == (1, 112, 48)
     assert plan.rope_dim == 64
     assert attend.scale == pytest.approx((128 + 64) ** -0.5)
@@ -181,7 +181,7 @@ def test_latent_attention() -> None:
         stretched = of_family("deepseek_v3", rope_scaling=scaling)
         assert stretched.rope(0).scaling.amplitude == 1.0
         more = (0.1 * math.log(40) + 1) ** 2
-        attend = model_plan(stretched).layers[0].attend
+        attend = model_plan(stretched).attend
         assert attend.scale == pytest.approx(more * (128 + 64) ** -0.5)
 
 

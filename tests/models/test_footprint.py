@@ -194,13 +194,13 @@ def test_a_cuda_device_is_measured_by_its_allocator(tiny: Tiny) -> None:
             for name, (before, after) in zip(held, pairwise(ends), strict=True)
         ),
     )
-    terms = {term.name: term for term in on_cuda.reconcile()}
-    measured = {name: terms[name].measured for name in ("weights", "cache", "static_buffers")}
+    terms = on_cuda.reconcile()
+    measured = {name: terms[name]["measured"] for name in ("weights", "cache", "static_buffers")}
     assert measured == {"weights": 1000, "cache": 200, "static_buffers": 30}
-    assert not any(terms[name].note for name in measured)
+    assert not any(terms[name]["note"] for name in measured)
     assert parts.runner.host_arena is not None
-    assert terms["host_cache"].measured == parts.runner.host_arena.nbytes
-    assert terms["host_buffers"].measured == parts.runner.inputs.nbytes
+    assert terms["host_cache"]["measured"] == parts.runner.host_arena.nbytes
+    assert terms["host_buffers"]["measured"] == parts.runner.inputs.nbytes
 
 
 def test_a_small_cache_shortens_rows_and_reads(open_engine: Open) -> None:

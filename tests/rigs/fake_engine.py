@@ -102,7 +102,7 @@ def fake_engine(
         groups=groups_of((None,)),
         plan=SimpleNamespace(num_blocks=num_blocks, max_batch_tokens=64),
         runner=runner,
-        reconcile=tuple,
+        reconcile=dict,
         phases=(),
         start_seconds=0.0,
         code_cache={"hits": 0, "misses": 0},

@@ -33,8 +33,8 @@ def part_of(parameter: Parameter, whole: Tensor) -> Tensor:
 
 def rank_kv_heads(plan: ModelPlan, rank: int, ranks: int) -> slice:
     """The key/value heads of the whole model that a rank holds."""
-    whole = plan.layers[0].attend.kv_heads
-    own = shard_plan(plan, rank, ranks).layers[0].attend.kv_heads
+    whole = plan.attend.kv_heads
+    own = shard_plan(plan, rank, ranks).attend.kv_heads
     first = rank * own if own * ranks == whole else whole * rank // ranks
     return slice(first, first + own)
 

@@ -215,7 +215,7 @@ class PlanDecoder(nn.Module):
     ) -> None:
         super().__init__()
         self.layers = nn.ModuleList(
-            Layer(layer, kernels, (place,), storage)
+            Layer(layer, kernels, iter([place]), storage)
             for layer, place in zip(plan.layers, places, strict=True)
         )
         self.norm = RMSNorm(plan.norm.eps, offset=plan.norm.offset)

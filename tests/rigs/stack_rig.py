@@ -10,6 +10,7 @@ import torch
 from stepgraph.cache.arena import Arena, Storage
 from stepgraph.cache.spec import LayerGroup, group_layers
 from stepgraph.runtime.kernels import RaggedBatch, select_kernels
+from stepgraph.runtime.kernels.ops.attention import Attend
 from stepgraph.runtime.kernels.weights import MODEL, WeightStorage
 from stepgraph.runtime.loading.checkpoint import read_config
 from stepgraph.runtime.models.config import ModelConfig
@@ -106,7 +107,8 @@ class Rig:
 
     def seen(self, layer: int, position: int) -> range:
         """Positions that a token attends to in a layer."""
-        attend = self.plan.layers[layer].attend
+        operations = self.plan.layers[layer].operations
+        (attend,) = (op for op in operations if isinstance(op, Attend))
         begin = max(0, position - (attend.window or LENGTH) + 1)
         if attend.chunk:
             begin = max(begin, position - position % attend.chunk)

@@ -36,13 +36,10 @@ class LayerPlan:
         """Check the names of values.
 
         Raises:
-            ConfigError: an operation reads a value that none before it writes, two write one name,
-                or two write to the cache.
+            ConfigError: an operation reads a value that none before it writes, or two write one
+                name.
         """
         written = {LAYER_INPUT: "the layer"}
-        attends = [op.name for op in self.operations if isinstance(op, Attend)]
-        if len(attends) > 1:
-            raise ConfigError(f"operations {attends} of a layer write to one cache")
         for op in self.operations:
             for name in op.reads:
                 if name not in written:
@@ -64,12 +61,6 @@ class LayerPlan:
     def parameters(self) -> tuple[Parameter, ...]:
         """Parameters of all operations, each once."""
         return tuple(dict.fromkeys(p for op in self.operations for p in op.parameters))
-
-    @cached_property
-    def attend(self) -> Attend:
-        """The attention of a layer that has one."""
-        (found,) = (op for op in self.operations if isinstance(op, Attend))
-        return found
 
 
 class Shard(NamedTuple):

@@ -151,6 +151,8 @@ def stack_obstacle(plan: ModelPlan) -> str | None:
         if isinstance(blocks, Operation):
             return blocks.title
         attention = [block.attend for block in blocks if isinstance(block, AttentionBlock)]
+        if len(attention) != 1:
+            return f"layers with {len(attention)} attentions"
         heads |= {(op.heads, op.kv_heads, op.head_dim, op.value_dim) for op in attention}
     if len(heads) > 1:
         return "layers with different heads"
@@ -248,7 +250,7 @@ def stack_arguments(
 ) -> tuple[list[Tensor | None], list[int], list[float], torch.dtype, str]:
     """Return the arguments of `stack_create`, in the order of `csrc/stack_ops.h`."""
     arguments = OperatorArguments()
-    attend = model.plan.layers[0].attend
+    attend = model.plan.attend
     arguments.integers += [model.plan.hidden_size, attend.heads, attend.kv_heads, attend.head_dim]
     arguments.integers.append(0 if model.collectives is None else model.collectives.communicator)
     blocks: list[tuple[BoundLayer, Block, bool]] = []

@@ -151,7 +151,7 @@ def _parameters(model: ModelConfig, plan: ModelPlan, features: int) -> Iterator[
     yield matrix("fc", "fc", hidden, features * hidden)
     yield vector("hidden_norm", "hidden_norm", hidden)
     # Of the normed features to keys of the first layer, its values, and so on.
-    shape = (plan.layers[0].attend.kv_heads * head_dim, hidden)
+    shape = (plan.attend.kv_heads * head_dim, hidden)
     names = [f"layers.{i}.self_attn.{kind}_proj.weight" for i in layers for kind in ("k", "v")]
     yield Parameter("context.weight", tuple(Source(name, shape) for name in names))
     norms = tuple(Source(f"layers.{i}.self_attn.k_norm.weight", (head_dim,)) for i in layers)
@@ -180,7 +180,7 @@ class BlockDrafter(SharedLayers):
         """See `Drafter.follow`."""
         assert tokens.features is not None
         context_TD = self.hidden_norm(self.fc(tokens.features))
-        attend, batch = self.plan.layers[0].attend, tokens.batch
+        attend, batch = self.plan.attend, tokens.batch
         shape = (len(context_TD), len(self.layers), 2, attend.kv_heads, attend.head_dim)
         k_TLGE, v_TLGE = self.context(context_TD).view(shape).unbind(2)
         cos_KTE, sin_KTE = self._rotations(batch)

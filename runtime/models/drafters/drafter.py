@@ -110,7 +110,7 @@ class DrafterConfig:
         Its layers attend to at most `window` tokens, as the layer group of the target whose block
         table it uses. Raises `ConfigError` if its attention cannot have a window.
         """
-        attend = self.layers[0].attend
+        attend = self.plan.attend
         if attend.shared_values and window is not None:
             raise ConfigError(
                 f"the drafter {self.name} has latent attention over all tokens, but all layers of"

@@ -20,6 +20,7 @@ from ...kernels import (
     RaggedBatch,
     Stack,
 )
+from ...kernels.ops.attention import Attend
 from ...kernels.ops.linear import Projection, stored_bytes
 from ...operation_scopes import operation
 from ..decoder import Decoder, layer_places
@@ -232,9 +233,9 @@ class TransformersDecoder(nn.Module):
         self, groups: Sequence[LayerGroup], storage: Storage
     ) -> tuple[PagedLayer, ...]:
         """Return the attention calls of a forward pass, over an arena of these groups."""
-        layers = []
-        for place, plan in zip(layer_places(groups), self.config.plan.layers, strict=True):
-            attend = plan.attend
+        layers, operations = [], [op for p in self.config.plan.layers for op in p.operations]
+        attends = [op for op in operations if isinstance(op, Attend)]
+        for place, attend in zip(layer_places(groups), attends, strict=True):
             form = AttentionForm(
                 scale=attend.scale,
                 window=attend.window,
