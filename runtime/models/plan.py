@@ -18,7 +18,7 @@ from ..kernels import Kernels
 from ..kernels.ops.activation import Activate, ActivationName
 from ..kernels.ops.attention import Attend
 from ..kernels.ops.experts import Experts
-from ..kernels.ops.latent import LatentKeys, LatentRotate, LatentToValues, QueriesToLatent
+from ..kernels.ops.latent import LatentQueries, LatentToValues
 from ..kernels.ops.layer_plan import LayerPlan, ModelPlan
 from ..kernels.ops.linear import Linear, stored_bytes
 from ..kernels.ops.norms import Norm, QKNorm
@@ -456,14 +456,6 @@ def latent_attention(
         yield Norm(name="q_norm", weight=q_norm, eps=_LATENT_NORM_EPS, part=0)
         up = {"self_attn.q_b_proj": queries}
         yield linear("attention.q_up", up, latent.q_lora_rank, part=0)
-    yield LatentRotate(
-        name="rotate",
-        heads=heads,
-        nope=latent.qk_nope_head_dim,
-        rope=latent.qk_rope_head_dim,
-        interleaved=latent.rope_interleave,
-        kind=kind.rope_kind,
-    )
     per_head = latent.qk_nope_head_dim + latent.v_head_dim
     kv_up = Parameter(
         "attention.kv_up.weight",
@@ -471,9 +463,16 @@ def latent_attention(
         (heads, per_head, rank),
     )
     keys = latent.qk_nope_head_dim
-    yield QueriesToLatent(name="queries_to_latent", kv_up=kv_up, keys=keys)
-    latent_norm = vector("attention.latent_norm", "self_attn.kv_a_layernorm", rank)
-    yield LatentKeys(name="latent_norm", weight=latent_norm, eps=_LATENT_NORM_EPS)
+    yield LatentQueries(
+        name="latent_queries",
+        kv_up=kv_up,
+        keys=keys,
+        norm=vector("attention.latent_norm", "self_attn.kv_a_layernorm", rank),
+        eps=_LATENT_NORM_EPS,
+        rope=latent.qk_rope_head_dim,
+        interleaved=latent.rope_interleave,
+        kind=kind.rope_kind,
+    )
     scale = float(latent.qk_head_dim**-0.5) * config.rope_scaling.latent_score_scale
     yield attend(config, kind, scale=scale, value_dim=rank, shared_values=True)
     yield LatentToValues(name="latent_to_values", kv_up=kv_up, keys=keys)

@@ -17,13 +17,7 @@ from .operation import Binding, LayerStep, Operation, Run, ShardedLayer, per_tok
 from .parameter import Parameter, cut_heads
 from .rotation import rotate
 
-__all__ = [
-    "HeadProjection",
-    "LatentKeys",
-    "LatentRotate",
-    "LatentToValues",
-    "QueriesToLatent",
-]
+__all__ = ["HeadProjection", "LatentQueries", "LatentToValues"]
 
 
 class HeadProjection(nn.Module):
@@ -52,62 +46,18 @@ class HeadProjection(nn.Module):
         return torch.bmm(x_THR.transpose(0, 1), up_HRD).transpose(0, 1)
 
 
+@dataclass(frozen=True, kw_only=True)
 class LatentOperation(Operation):
-    """An operation of multi-head latent attention (DeepSeek-V2)."""
-
-    @property
-    def title(self) -> str:
-        return "latent attention"
-
-
-@dataclass(frozen=True, kw_only=True)
-class LatentRotate(LatentOperation):
-    """Of (queries, latent, shared key), rotate the last elements of each head's query, and the key.
-
-    The result is (unrotated queries `[T, H, nope]`, rotated queries, latent, rotated key).
-    """
-
-    heads: int
-    nope: int
-    """Elements of a head's queries that are not rotated."""
-    rope: int
-    """Elements of a head's queries that are rotated."""
-    interleaved: bool
-    """Whether the elements of a rotated pair are neighbours."""
-    kind: int
-    """The first coordinate of cosines and sines."""
-
-    def bind(self, to: Binding) -> Run:
-        heads, sizes = self.heads, (self.nope, self.rope)
-        interleaved, kind = self.interleaved, self.kind
-
-        def run(value: tuple[Tensor, Tensor, Tensor], step: LayerStep) -> tuple[Tensor, ...]:
-            q_TF, latent_TR, key_TE = value
-            cos_TE, sin_TE = step.cos[kind], step.sin[kind]
-            q_THE = q_TF.unflatten(1, (heads, -1))
-            plain_THE, turned_THE = q_THE.split(sizes, dim=-1)
-            turned_THE = rotate(turned_THE, cos_TE, sin_TE, interleaved=interleaved)
-            key_T1E = rotate(key_TE[:, None], cos_TE, sin_TE, interleaved=interleaved)
-            return plain_THE, turned_THE, latent_TR, key_T1E
-
-        return run
-
-    def shard(self, layer: ShardedLayer, following: Operation | None) -> Iterator[Operation]:
-        yield replace(self, heads=len(layer.rank.part(self.heads)))
-
-    def needed_units(self, split: tuple[int, ...], layer: ShardedLayer) -> Sequence[range] | None:
-        first, *others = split
-        return layer.rank.part(first), *map(range, others)
-
-
-@dataclass(frozen=True, kw_only=True)
-class HeadOperation(LatentOperation):
-    """A product with `HeadProjection`: two operations of a layer share its parameter."""
+    """An operation that uses `HeadProjection`: two operations of a layer share its parameter."""
 
     kv_up: Parameter
     """`[H, keys + values, rank]`."""
     keys: int
-    """Elements of a head's key."""
+    """Elements of a head's key, which are not rotated."""
+
+    @property
+    def title(self) -> str:
+        return "latent attention"
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
@@ -124,45 +74,50 @@ class HeadOperation(LatentOperation):
 
 
 @dataclass(frozen=True, kw_only=True)
-class QueriesToLatent(HeadOperation):
-    """Project the queries to the latent space: (queries `[T, H, E]`, latent, rotated key)."""
+class LatentQueries(LatentOperation):
+    """Of (queries, latent, shared key), the queries `[T, H, C]` and keys `[T, 1, C]` of attention.
 
-    def bind(self, to: Binding) -> Run:
-        project = per_token(to.kernels, self.module(to).queries_to_latent)
+    The last elements of each head's query and the key are rotated. The other elements of a query
+    are projected to the latent space, and the latent is normalised.
+    """
 
-        def run(
-            value: tuple[Tensor, Tensor, Tensor, Tensor], step: LayerStep
-        ) -> tuple[Tensor, ...]:
-            plain_THE, turned_THE, latent_TR, key_T1E = value
-            q_THC = torch.cat((project(plain_THE), turned_THE), dim=-1)
-            return q_THC, latent_TR, key_T1E
-
-        return run
-
-
-@dataclass(frozen=True, kw_only=True)
-class LatentKeys(LatentOperation):
-    """Normalise the latent and concatenate it with the rotated key: (queries, keys `[T, 1, E]`)."""
-
-    weight: Parameter
+    norm: Parameter
     eps: float
+    rope: int
+    """Elements of a head's queries that are rotated."""
+    interleaved: bool
+    """Whether the elements of a rotated pair are neighbours."""
+    kind: int
+    """The first coordinate of cosines and sines."""
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
-        return (self.weight,)
+        return self.kv_up, self.norm
 
     def bind(self, to: Binding) -> Run:
-        norm = per_token(to.kernels, to.module(self.weight, lambda: RMSNorm(self.eps)))
+        project = per_token(to.kernels, self.module(to).queries_to_latent)
+        norm = per_token(to.kernels, to.module(self.norm, lambda: RMSNorm(self.eps)))
+        heads, sizes = self.kv_up.shape[0], (self.keys, self.rope)
+        interleaved, kind = self.interleaved, self.kind
 
         def run(value: tuple[Tensor, Tensor, Tensor], step: LayerStep) -> tuple[Tensor, Tensor]:
-            q_THC, latent_TR, key_T1E = value
+            q_TF, latent_TR, key_TE = value
+            cos_TE, sin_TE = step.cos[kind], step.sin[kind]
+            plain_THE, turned_THE = q_TF.unflatten(1, (heads, -1)).split(sizes, dim=-1)
+            turned_THE = rotate(turned_THE, cos_TE, sin_TE, interleaved=interleaved)
+            key_T1E = rotate(key_TE[:, None], cos_TE, sin_TE, interleaved=interleaved)
+            q_THC = torch.cat((project(plain_THE), turned_THE), dim=-1)
             return q_THC, torch.cat((norm(latent_TR)[:, None], key_T1E), dim=-1)
 
         return run
 
+    def needed_units(self, split: tuple[int, ...], layer: ShardedLayer) -> Sequence[range] | None:
+        first, *others = split
+        return layer.rank.part(first), *map(range, others)
+
 
 @dataclass(frozen=True, kw_only=True)
-class LatentToValues(HeadOperation):
+class LatentToValues(LatentOperation):
     """Project the output of attention, weighted sums of latents `[T, H * rank]`, to values."""
 
     def bind(self, to: Binding) -> Run:

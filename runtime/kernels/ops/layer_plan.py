@@ -19,7 +19,7 @@ from .attention import Attend
 from .batch import LayerPlace
 from .collectives import Collectives
 from .experts import Experts, ExpertTensors
-from .latent import LatentRotate
+from .latent import LatentQueries
 from .linear import Linear
 from .norms import Norm
 from .operation import LAYER_INPUT, Operation
@@ -101,7 +101,7 @@ class ModelPlan:
     @cached_property
     def rope_dim(self) -> int:
         """Elements of a head that are rotated."""
-        parts = (op.rope for op in self.operations if isinstance(op, LatentRotate))
+        parts = (op.rope for op in self.operations if isinstance(op, LatentQueries))
         return next(parts, self.attend.head_dim)
 
     @cached_property
