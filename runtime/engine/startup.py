@@ -62,14 +62,6 @@ from ..kernels.weights import INT8, MODEL
 from ..loading.drafter_loading import find_drafter, load_drafter
 from ..loading.loader import OpenedSource, Source, open_source, resolve_source
 from ..loading.tokenizer import TextTokenizer
-from ..memory.footprint import DrafterBytes, model_footprint, weight_bytes
-from ..memory.measurement import (
-    CapturePeaks,
-    Phase,
-    StepMemory,
-    logged_phase,
-    measure_steps,
-)
 from ..models.config import DecoderConfig, ModelConfig, config_json_name
 from ..models.decoder import Decoder, rope_lengths
 from ..models.drafters.drafter import Drafter, DrafterConfig
@@ -91,6 +83,16 @@ from ..scheduling.speculator import (
 from ..scheduling.step_budget import StepBudget, calibrate
 from ..structured.compiler import check_installed
 from .loop import StepLoop
+from .memory import (
+    CapturePeaks,
+    DrafterBytes,
+    Phase,
+    StepMemory,
+    logged_phase,
+    measure_steps,
+    model_footprint,
+    weight_bytes,
+)
 from .rank_start import (
     agree_on_plan,
     agree_on_weights,

@@ -16,13 +16,13 @@ from ...cache.memory.device_memory import DeviceMemory
 from ...cache.memory.handler import MemoryBudget, MemoryBudgetError, format_bytes, plan_memory
 from ...cache.spec import group_layers
 from ..config import MAX_ROWS, EngineConfig
+from ..engine.memory import model_footprint
 from ..engine.startup import RESERVE_BYTES, plan_engine, planned_kernels
 from ..kernels import Kernels, Mode, native_obstacle
 from ..kernels.ops.experts import Experts
 from ..kernels.ops.layer_plan import ModelPlan
 from ..kernels.weights import MODEL
 from ..loading.loader import resolve_source
-from ..memory.footprint import model_footprint
 from ..models.config import DecoderConfig
 from ..models.plan import parameter_bytes, plan_of, shard_config
 from ..models.resolved_config import (

@@ -11,9 +11,9 @@ import torch
 from stepgraph.graphs.buckets import Buckets
 from stepgraph.graphs.library import StepLibrary
 from stepgraph.graphs.steps import CapturedStep, CudaGraphCapturer, EagerStep
+from stepgraph.runtime.engine.memory import CapturePeaks, StepMemory, measure_steps
 from stepgraph.runtime.execution.runner import Runner
 from stepgraph.runtime.execution.step_key import StepKey, StepSizes
-from stepgraph.runtime.memory.measurement import CapturePeaks, StepMemory, measure_steps
 
 SIZES = StepSizes(Buckets([1, 4, 16]), Buckets([16, 64, 256]), Buckets([8, 64]))
 

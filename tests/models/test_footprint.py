@@ -15,6 +15,7 @@ from stepgraph.cache.memory.handler import MemoryBudgetError
 from stepgraph.cache.spec import group_layers
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.runtime import ConfigError, EngineConfig
+from stepgraph.runtime.engine.memory import Phase, model_footprint, weight_bytes
 from stepgraph.runtime.engine.startup import start
 from stepgraph.runtime.execution.inputs import RowState, StepInputs
 from stepgraph.runtime.execution.prompt_scorer import PromptScorer
@@ -28,8 +29,6 @@ from stepgraph.runtime.kernels import (
     select_kernels,
 )
 from stepgraph.runtime.kernels.weights import FP8, MODEL, STORAGES, WeightStorage
-from stepgraph.runtime.memory.footprint import model_footprint, weight_bytes
-from stepgraph.runtime.memory.measurement import Phase
 from stepgraph.runtime.models.config import ModelConfig
 from stepgraph.runtime.models.decoder import Decoder
 from stepgraph.runtime.models.plan import model_plan, plan_of

@@ -150,17 +150,16 @@ ROOMS = {
     "speculation": frozenset[str](),
     "distributed": frozenset({"kernels"}),
     "execution": frozenset({"kernels", "models", "sampling", "scheduling", "distributed"}),
-    "memory": frozenset({"kernels", "models", "loading", "execution"}),
     "structured": frozenset({"kernels", "loading"}),
     "engine": frozenset(
         {
-            *("kernels", "models", "loading", "sampling", "scheduling", "execution", "memory"),
+            *("kernels", "models", "loading", "sampling", "scheduling", "execution"),
             *("distributed", "speculation", "structured"),
         }
     ),
     "tools": frozenset(
         {
-            *("kernels", "models", "loading", "execution", "memory", "engine"),
+            *("kernels", "models", "loading", "execution", "engine"),
             *("distributed", "speculation"),
         }
     ),

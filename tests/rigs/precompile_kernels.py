@@ -22,12 +22,12 @@ import triton
 import triton.language as tl
 from stepgraph.runtime import EngineConfig
 from stepgraph.runtime.engine import startup
+from stepgraph.runtime.engine.memory import StepMemory
 from stepgraph.runtime.kernels.triton.backend import gpu_kernels
 from stepgraph.runtime.kernels.triton.decode_attention import triton_paged_attention
 from stepgraph.runtime.kernels.triton.filled_memory import FilledMemory
 from stepgraph.runtime.kernels.triton.kernel_calls import call_kernel, wait_for_inputs
 from stepgraph.runtime.kernels.triton.precompile import compile_kernels
-from stepgraph.runtime.memory.measurement import StepMemory
 from stepgraph.runtime.tools.compile_ahead import compile_kernel_calls, record_steps
 from triton.backends.compiler import GPUTarget
 

@@ -1,1 +1,0 @@
-"""How much memory a model and its steps take, predicted and measured."""
