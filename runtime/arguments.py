@@ -39,6 +39,7 @@ __all__ = [
     "check_number",
     "check_type",
     "described_fields",
+    "from_mapping",
 ]
 
 T = TypeVar("T")
@@ -228,21 +229,28 @@ def allowed_values(kind: type) -> dict[str, Allowed]:
 
 
 def check_fields(config: Any, error: type[RequestError | ConfigError], within: str = "") -> None:
-    """Check the fields of a frozen dataclass by their types, and store them as `Allowed.check`.
-
-    Args:
-        config: an object that is being constructed.
-        error: what to raise.
-        within: the field that the object is the value of; errors name it first.
-
-    Raises:
-        error: a value is not allowed.
+    """Check the fields of a dataclass that is being constructed by their types, and store them as
+    `Allowed.check` returns them. Raises `error`, which names `within`, the field that the object is
+    the value of, first.
     """
     for name, allowed in allowed_values(config.__class__).items():
         value = getattr(config, name)
         checked = allowed.check(within or name, value, error, f"{within} {name}".lstrip())
         if checked is not value:
             object.__setattr__(config, name, checked)
+
+
+def from_mapping(
+    kind: type[T], given: Mapping[Any, Any], error: type[RequestError | ConfigError], field: str
+) -> T:
+    """Return a dataclass with the fields of a mapping; `field` names the mapping in errors."""
+    names = [known.name for known in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    for name in given:
+        if name not in names:
+            raise error(
+                f"{field} has no field {bounded_repr(name)}: use {', '.join(names)}", field=field
+            )
+    return kind(**given)
 
 
 def described_fields(configured: type) -> dict[str, str]:

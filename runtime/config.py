@@ -5,14 +5,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from ..cache.memory.handler import MemoryBudget
-from .arguments import Range, check_fields
+from .arguments import Range, check_fields, from_mapping
 from .bounded_repr import bounded_repr
 from .errors import ConfigError
 
@@ -95,17 +94,9 @@ class Speculation:
                 f" {bounded_repr(given)}",
                 field="speculation",
             )
-        names = [field.name for field in dataclasses.fields(cls)]
-        unknown = [name for name in given if name not in names]
-        if unknown:
-            raise ConfigError(
-                f"speculation has no field {bounded_repr(unknown[0])}: use {', '.join(names)}",
-                field="speculation",
-            )
-        fields: dict[str, Any] = dict(given)
-        if isinstance(fields.get("model"), os.PathLike):
-            fields["model"] = os.fspath(fields["model"])
-        return cls(**fields)
+        if isinstance(given.get("model"), os.PathLike):
+            given = {**given, "model": os.fspath(given["model"])}
+        return from_mapping(cls, given, ConfigError, "speculation")
 
     @property
     def uses_drafter(self) -> bool:

@@ -10,35 +10,6 @@ _MAX_PARTS = 256
 """Pieces of a text that are joined at a time."""
 
 
-class _StopPattern:
-    """A stop string, matched incrementally (Knuth, Morris, Pratt 1977)."""
-
-    def __init__(self, text: str) -> None:
-        assert text, "an empty stop string would match before the first token"
-        self.text = text
-        self.matched = 0
-        """The length of the longest suffix of the text that is a prefix of the stop string."""
-        self._borders = [0]
-        """For each prefix, the length of its longest proper prefix that is also its suffix."""
-        border = 0
-        for char in text[1:]:
-            while border and text[border] != char:
-                border = self._borders[border - 1]
-            border += text[border] == char
-            self._borders.append(border)
-
-    def advance(self, char: str) -> bool:
-        """Take the next character; return whether it completes the stop string."""
-        while self.matched and self.text[self.matched] != char:
-            self.matched = self._borders[self.matched - 1]
-        self.matched += self.text[self.matched] == char
-        return self.matched == len(self.text)
-
-    def ignore(self) -> None:
-        """Continue after a match that does not count."""
-        self.matched = self._borders[-1]
-
-
 class IncrementalDetokenizer:
     """The text of one request's output, token by token, up to a stop string.
 
@@ -59,17 +30,13 @@ class IncrementalDetokenizer:
         min_tokens: int = 0,
         include_stop: bool = False,
     ) -> None:
-        """Begin the output after a prompt.
+        """Begin the output after a prompt, whose text `next_text` continues token by token.
 
-        Args:
-            next_text: `push` of the stream that continues the prompt, see
-                `TextTokenizer.text_stream`.
-            stop: strings that end it.
-            min_tokens: tokens whose text no stop string ends.
-            include_stop: whether the text keeps the stop string or the text of the stop token.
+        `stop` strings end it, but not within the text of the first `min_tokens` tokens.
+        `include_stop` keeps the stop string, or the text of the stop token.
         """
         self._next_text = next_text
-        self._patterns = [_StopPattern(text) for text in stop]
+        self._stop = tuple(stop)
         self._tokens_to_ignore = min_tokens
         self.include_stop = include_stop
         self._parts: list[tuple[int, str]] = []  # each with the number of its first character
@@ -129,20 +96,22 @@ class IncrementalDetokenizer:
 
     def _advance(self, new: str) -> str:
         """Match the text of a token with the stop strings; return the text that is final."""
-        if not self._patterns:
+        if not self._stop:
             return new
-        ignored = self._tokens_to_ignore > 0
-        self._tokens_to_ignore -= ignored
-        text = self._held + new
-        for end, char in enumerate(new, start=len(self._held) + 1):
-            found = [pattern for pattern in self._patterns if pattern.advance(char)]
-            if found and not ignored:
-                self.stopped = max((pattern.text for pattern in found), key=len)
-                self._held = ""
-                return text[: end if self.include_stop else end - len(self.stopped)]
-            for pattern in found:
-                pattern.ignore()
-        keep = max((pattern.matched for pattern in self._patterns), default=0)
+        text, held = self._held + new, len(self._held)
+        self._held = ""
+        if self._tokens_to_ignore > 0:
+            self._tokens_to_ignore -= 1
+        else:
+            ends = []
+            for stop in self._stop:
+                begin = text.find(stop, max(held + 1 - len(stop), 0))
+                if begin >= 0:
+                    ends.append((begin + len(stop), begin, stop))
+            if ends:
+                end, begin, self.stopped = min(ends)
+                return text[: end if self.include_stop else begin]
+        keep = max(_overlap(text, stop) for stop in self._stop)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
@@ -153,3 +122,9 @@ class IncrementalDetokenizer:
             if len(self._parts) == _MAX_PARTS:
                 self._parts = [(0, self.text)]
         return text
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Return the length of the longest end of a text that is a beginning of a stop string."""
+    lengths = range(min(len(text), len(stop) - 1), 0, -1)
+    return next((n for n in lengths if text.endswith(stop[:n])), 0)

@@ -52,12 +52,9 @@ class PromptLogprobs:
     def __init__(
         self, prompt_ids: Sequence[int], num_top: int, embedded: Sequence[range] = ()
     ) -> None:
-        """Begin with nothing known.
+        """Begin with nothing known; `num_top` tokens are to be reported for each of the prompt.
 
-        Args:
-            prompt_ids: the prompt, which does not change.
-            num_top: the most probable tokens to report for each of its tokens.
-            embedded: positions with an embedding in the place of a token, which have no entry.
+        Positions in `embedded` have an embedding in the place of a token, and no entry.
         """
         self.num_top = num_top
         self.num_positions = len(prompt_ids) - 1
@@ -95,13 +92,10 @@ class PromptLogprobs:
         top_ids: Int64Array,
         top_logprobs: Float32Array,
     ) -> bool:
-        """Append the scores of launched positions, in order; return whether all are valid.
+        """Append the scores of n launched positions, in order; return whether all are valid.
 
-        Args:
-            positions: n of them.
-            logprobs: `[n]`, of the tokens that follow; NaN where logits are not a distribution.
-            top_ids: `[n, k]` for any k from `num_top`: the most probable tokens.
-            top_logprobs: `[n, k]`, highest first.
+        `logprobs` `[n]` are of the tokens that follow; NaN where logits are not a distribution.
+        `top_ids` and `top_logprobs` `[n, k]` have at least `num_top` tokens, highest first.
         """
         assert positions.start == self._num_known, "scores arrive out of order"
         self._num_known = positions.stop

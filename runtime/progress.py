@@ -20,10 +20,8 @@ LOG_SECONDS = 10.0
 def progress_bar(description: str, *, shown: bool) -> Iterator[Callable[[int, int], None]]:
     """Yield the function that takes the finished work and all work, in any unit.
 
-    Args:
-        description: of the work, such as `loading weights`.
-        shown: draw a bar on stderr if that is a terminal. Otherwise the log says every
-            `LOG_SECONDS` how much is done.
+    It draws a bar on stderr if that is `shown` and a terminal. Otherwise the log says every
+    `LOG_SECONDS` how much is done.
     """
     if shown and sys.stderr is not None:
         from rich.console import Console  # slow to import

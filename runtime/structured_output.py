@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal
 
-from .arguments import Range, check_fields
+from .arguments import Range, check_fields, check_type, from_mapping
 from .bounded_repr import bounded_repr
 from .errors import RequestError
 
@@ -98,20 +98,9 @@ class StructuredOutput:
         """
         if isinstance(value, StructuredOutput):
             return value
-        names = [field.name for field in fields(cls)]
-        if not isinstance(value, Mapping):
-            raise RequestError(
-                f"structured must be a StructuredOutput, or a mapping with one of"
-                f" {', '.join(names)}, not {bounded_repr(value)}",
-                field="structured",
-            )
-        unknown = [name for name in value if name not in names]
-        if unknown:
-            shown = bounded_repr(unknown[0])
-            raise _error(
-                "structured", f"there is no field {shown}; the fields are {', '.join(names)}"
-            )
-        return cls(**value)
+        allowed = "a StructuredOutput, or a mapping with one of its fields"
+        given: Any = check_type("structured", value, Mapping, allowed)
+        return from_mapping(cls, given, RequestError, "structured")
 
 
 def _schema_text(schema: object) -> str:

@@ -345,8 +345,6 @@ class Engine:
         the steps.
 
         Raises:
-            EngineBusyError: a signal handler or a callback called it within a step. Nothing has
-                changed.
             EngineFailedError: the step failed. All unfinished requests are lost, and the engine
                 cannot be used any more.
         """
@@ -566,8 +564,8 @@ class Engine:
         """Return a function that lists the hashes of the cached blocks at this moment.
 
         It takes the most hashes to return, held blocks first, then those that are evicted last, and
-        reads a copy: another thread may call it while steps run. Each hash covers a prefix up to
-        the end of a block (`PrefixHashes`). Without `prefix_cache` there are none.
+        reads a copy, so any thread may call it. Each hash covers a prefix up to the end of a block
+        (`PrefixHashes`). Without `prefix_cache` there are none.
         """
         keys, suffix = self._run("cached_hashes", lambda loop: loop.scheduler.cache.cached_keys())
 
@@ -579,11 +577,10 @@ class Engine:
     def reload_weights(self, source: str | Path) -> None:
         """Load the weights of another checkpoint, without preparing steps again.
 
-        The weights are copied into the present tensors one by one; captured graphs and compiled
-        code stay valid. With `model_impl="transformers"` all of them are in memory twice
-        meanwhile. Tokenizer, chat templates and end-of-sequence tokens are replaced too; the
-        prefix cache is cleared. Prompts that another thread adds during
-        the call may be tokenised by the previous tokenizer.
+        The weights are copied into the present tensors one by one (with transformers' layers, all
+        of them are in memory twice meanwhile). Tokenizer, chat templates and end-of-sequence tokens
+        are replaced too; the prefix cache is cleared. Prompts that another thread adds during the
+        call may be tokenised by the previous tokenizer.
 
         Args:
             source: see `from_pretrained`. Its config must equal the config of the engine's model,
@@ -593,12 +590,10 @@ class Engine:
 
         Raises:
             CheckpointError: the checkpoint is missing, damaged, unsupported or inconsistent.
-                Nothing has changed.
-            ConfigError: a field of its config differs; the message has both values. Nothing has
-                changed.
-            RequestError: requests are unfinished. Nothing has changed.
-            EngineFailedError: a step failed, or reading the weights did: some of them are replaced,
-                and the engine cannot be used any more.
+            ConfigError: a field of its config differs; the message has both values.
+            RequestError: requests are unfinished. Nothing has changed, as after the errors above.
+            EngineFailedError: reading the weights failed: some of them are replaced, and the engine
+                cannot be used any more.
         """
         self._usable_loop()
         parts = self._open_parts()
@@ -694,10 +689,7 @@ class Engine:
             raise RequestError(f"{name} needs an idle engine: finish or abort its requests first")
 
     def _fail(self, loop: StepLoop, error: BaseException, name: str) -> None:
-        """Record an exception that interrupted an operation; raise `EngineFailedError` for it.
-
-        Only for an `Exception`; the failure of a rank is a `RankError`, which is raised as it is.
-        """
+        """Record an exception that interrupted an operation; raise `EngineFailedError` for it."""
         if loop.intact:
             return
         if loop.group is not None:
@@ -755,9 +747,8 @@ class Engine:
     def device_timing(self) -> Iterator[Timeline]:
         """Measure the device time of the steps launched in this block; yield the timeline.
 
-        On CUDA it records a timed event before and after each step. They take a few microseconds on
-        the device, so steps outside the block are not timed. On a CPU all steps are timed. Blocks
-        may be nested.
+        On CUDA, events before and after each step take a few microseconds on the device, so steps
+        outside the block are not timed. On a CPU all steps are. Blocks may be nested.
         """
         runner = self._loop.runner
         before, runner.times_device = runner.times_device, True
@@ -805,11 +796,10 @@ class Engine:
         State: `healthy`, `device`, `mode`, `kernels`, `threads` (of the native operators on a CPU,
         otherwise None), `max_model_len`, `waiting` and `running` requests.
 
-        Counters: `requests`, `finished` requests, `output_tokens`, `steps` (launches),
-        `fallbacks` (parts of a launch without a
-        prepared step), `preemptions`, `failed_copies`, `non_finite` (requests that ended with
-        `NonFiniteLogitsError`), and `scored_prompt_tokens` (for `prompt_logprobs`, by uncaptured
-        operations after a prefill step).
+        Counters: `requests`, `finished` requests, `output_tokens`, `steps` (launches), `fallbacks`
+        (parts of a launch without a prepared step), `preemptions`, `failed_copies`, `non_finite`
+        (requests that ended with `NonFiniteLogitsError`), and `scored_prompt_tokens` (for
+        `prompt_logprobs`, by uncaptured operations after a prefill step).
 
         - `tensor_parallel`: processes of the engine; `collectives`: the class of the operations
           between them, or None.

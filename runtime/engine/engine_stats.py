@@ -15,20 +15,13 @@ __all__ = ["EngineCounters", "EngineGauges", "engine_stats"]
 class EngineGauges(NamedTuple):
     """The present state of an engine."""
 
-    rows: int
-    """`EngineConfig.max_num_seqs`."""
-    running: int
-    """Completions that have a row."""
-    waiting: int
-    """Completions that wait for one."""
-    usable_blocks: int
-    """Blocks that requests can hold."""
-    held_blocks: int
-    """Blocks that requests hold."""
-    block_size: int
-    """Tokens of a block."""
-    kernel_fallbacks: int
-    """Operations that run on slower kernels than the configured ones."""
+    rows: int  # `EngineConfig.max_num_seqs`
+    running: int  # completions that have a row
+    waiting: int  # completions that wait for one
+    usable_blocks: int  # blocks that requests can hold
+    held_blocks: int  # blocks that requests hold
+    block_size: int  # tokens of a block
+    kernel_fallbacks: int  # operations that run on slower kernels than the configured ones
 
     @property
     def free_rows(self) -> int:
@@ -53,26 +46,18 @@ class EngineGauges(NamedTuple):
 class EngineCounters(NamedTuple):
     """Counts since the start of an engine. None of them decreases."""
 
-    steps: int = 0
-    """Launched steps."""
-    fallbacks: int = 0
-    """Launches without a prepared step."""
+    steps: int = 0  # launched
+    fallbacks: int = 0  # launches without a prepared step
     output_tokens: int = 0
-    prompt_tokens: int = 0
-    """Prompt tokens of the completions that were admitted."""
-    cached_tokens: int = 0
-    """Of them, those found in the cache."""
+    prompt_tokens: int = 0  # of the completions that were admitted
+    cached_tokens: int = 0  # of them, those found in the cache
     preemptions: int = 0
-    evicted_blocks: int = 0
-    """Cached blocks that were allocated again."""
-    drafted_tokens: int = 0
-    """Drafts that steps verified."""
-    accepted_tokens: int = 0
-    """Of them, those accepted."""
+    evicted_blocks: int = 0  # cached blocks that were allocated again
+    drafted_tokens: int = 0  # drafts that steps verified
+    accepted_tokens: int = 0  # of them, those accepted
     accepted_by_position: tuple[int, ...] = ()
     """Of them, by their number in the draft of a row, the first one first."""
-    collections: int = 0
-    """Runs of Python's garbage collector."""
+    collections: int = 0  # runs of Python's garbage collector
     collected_ns: int = 0
 
     @classmethod

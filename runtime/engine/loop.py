@@ -3,23 +3,17 @@
     step N     plan N    launch N    commit N-1         device:  ... N-1 | N .......... |
     step N+1   plan N+1  launch N+1  commit N           device:                N | N+1 ...
 
-While the device runs step N, the host commits the tokens of step N-1. A request that stopped in
-step N-1 has one extra token in step N, which is discarded. On a CPU the step runs synchronously, so
-each step is committed right after its launch.
-
-How many tokens a verify step accepts is known when it is committed. Until then requests count the
-most and the fewest possible ones (see `Request.num_unsure`), so that it can be in flight too.
+A request that stopped in step N-1 has one extra token in step N, which is discarded. On a CPU the
+step runs synchronously, so each step is committed right after its launch. How many tokens a verify
+step accepts is known when it is committed; until then requests count the most and the fewest
+possible ones (see `Request.num_unsure`).
 
 The launch of a step with outputs that follow a grammar is finished after the commit of the step
 before (see `execution/runner.py`).
 
 Requests join and leave between steps. `post_add` and `post` can be called by any thread; the next
-step applies them first. `intact` is False while an operation changes the state. It remains
-False if an exception interrupts the operation, because requests and blocks are then inconsistent.
-
-The loop allocates no memory while no request joins, leaves or needs a new block: plans contain the
-same list of requests, step inputs do not change, and token lists have spare capacity. Exceptions
-are allocations of the step itself, and texts and log-probabilities that requests ask for.
+step applies them first. The loop allocates no memory while no request joins, leaves or needs a new
+block, except for texts and log-probabilities that requests ask for.
 """
 
 from __future__ import annotations
@@ -191,7 +185,8 @@ class RequestTracker:
         self._changed.clear()
         self.ready = []
 
-    def _end_of_text(self, request: Request, token_id: int) -> FinishReason | None:
+    @staticmethod
+    def _end_of_text(request: Request, token_id: int) -> FinishReason | None:
         """Add the newest token of a request to its text; return a finish reason, or None."""
         assert request.detokenizer is not None
         try:
@@ -233,7 +228,6 @@ class RequestTracker:
 
 
 TIMELINE_STEPS = 65536
-
 """Capacity of the timeline, in steps (7 MiB)."""
 
 
@@ -250,16 +244,10 @@ class StepLoop:
         speculator: Speculator | None = None,
         group: RankGroup | None = None,
     ) -> None:
-        """Create a loop over a scheduler and a runner.
+        """Create a loop; at most `in_flight` steps are in flight when `step` returns.
 
-        Args:
-            scheduler: plans steps.
-            runner: launches steps.
-            in_flight: maximum steps in flight when `step` returns: 1 for an asynchronous device,
-                0 for the CPU.
-            step_budget: receives the time of every step; None without a latency budget.
-            speculator: drafts tokens for verify steps; None without speculation.
-            group: the processes of a tensor-parallel engine; it ends with the loop.
+        `step_budget` receives the time of every step, if there is a latency budget. A failed loop
+        ends `group`, the processes of a tensor-parallel engine.
         """
         self.scheduler = scheduler
         self.runner = runner
@@ -270,7 +258,8 @@ class StepLoop:
         self.num_steps = 0
         self._counts = {"preemptions": 0, "failed_copies": 0}
         self.intact = True
-        """Whether no operation was interrupted by an exception."""
+        """False while an operation changes the state, and for good if an exception interrupts it:
+        requests and blocks are then inconsistent."""
         self._add = self.requests.add
         self._posted: deque[tuple[Any, ...]] = deque()
         self._in_flight = in_flight
@@ -529,9 +518,8 @@ class StepLoop:
     def _verify_drafts(self, plan: StepPlan, speculator: Speculator) -> None:
         """Let the rows of a plan verify drafts and get new ones, if that is expected to be faster.
 
-        Where a latency budget sizes chunks, a step with one of them verifies and proposes nothing.
-        Nor does one with a request that has `logprob_token_ids`: those are read from the logits of
-        steps of one token per row.
+        Not in a step with a chunk that a latency budget sizes, nor with a request that has
+        `logprob_token_ids`: those are read from the logits of steps of one token per row.
         """
         drafts: Sequence[Sequence[int]] = ()
         may_draft = self.step_budget is None or not plan.prefill

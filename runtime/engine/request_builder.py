@@ -8,6 +8,8 @@ import itertools
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
 
 import numpy as np
 import torch
@@ -32,13 +34,13 @@ from ..sampling_params import (
     SamplingParams,
 )
 from ..structured.compiler import GrammarCompiler
-from ..structured.matcher import ListMatcher, TokenLists, TokenMatcher, word_tokens
+from ..structured.matcher import ListMatcher, TokenLists, word_tokens
 from ..structured_output import StructuredOutput
 
 __all__ = ["RequestBuilder", "Prompt"]
 
 Prompt = str | Sequence[int] | np.ndarray | torch.Tensor | PromptEmbeds | ChatPrompt
-"""Text, token ids (see `prompt_ids` for the types), `PromptEmbeds`, or a conversation."""
+"""Text, token ids (see `plain_token_ids` for the types), `PromptEmbeds`, or a conversation."""
 
 MAX_SALT_CHARS = 256
 
@@ -112,11 +114,8 @@ class RequestBuilder:
     ) -> RequestGroup:
         """Return the requests of a prompt, one for each of `params.n` completions.
 
-        Raises:
-            RequestError: the prompt has a wrong type, is empty or too long; there is no tokenizer
-                for text, or it fails; a token of the prompt or of the parameters is outside the
-                vocabulary; or the priority or the salt is invalid.
-            GrammarError: the grammar of the output is invalid or too complex.
+        Raises `RequestError` for an invalid prompt, parameter, priority or salt, and without a
+        tokenizer for text; `GrammarError` for a grammar that is invalid or too complex.
         """
         check_integer("priority", priority, -MAX_PRIORITY, MAX_PRIORITY)
         if params is None:
@@ -128,7 +127,11 @@ class RequestBuilder:
         params = params.resolved(self._defaults)
         assert params.max_tokens is not None
         prompt_ids, embeds = self._prompt(prompt, params)
-        self._check_params(params)
+        if params.stop and self._tokenizer is None:
+            raise RequestError(
+                "stop strings need a tokenizer, which this checkpoint lacks", field="stop"
+            )
+        params.check_vocabulary(self._config.vocab_size)
         arrival_ns = time.perf_counter_ns()
         arrival = next(self._arrivals)
         base = params.seed if params.seed is not None else _derive(self._seed, arrival)
@@ -141,7 +144,12 @@ class RequestBuilder:
                 f" included, and there are {len(stops)}: give fewer in stop_token_ids",
                 field="stop_token_ids",
             )
-        hashes = self._hashes(cache_salt, len(prompt_ids))
+        if cache_salt is not None:
+            _check_salt(cache_salt)
+        hashes, lengths = None, self._rope_lengths
+        if self._prefix_block_size is not None:
+            variant = b"" if lengths is None else lengths.variant(len(prompt_ids))
+            hashes = PrefixHashes(self._prefix_block_size, cache_salt or "", variant)
         matchers = self._matchers(params)
         requests = [
             Request(
@@ -181,63 +189,38 @@ class RequestBuilder:
 
     def _matchers(self, params: SamplingParams) -> Sequence[OutputMatcher | None]:
         """Return what restricts the output of each completion."""
-        grammars = self._grammar_matchers(params)
-        if not params.restricts_tokens:
-            return grammars
-        field = "bad_words" if params.allowed_token_ids is None else "allowed_token_ids"
+        restrictions = ("structured", "allowed_token_ids", "bad_words")
+        field = next((name for name in restrictions if getattr(params, name)), None)
+        if field is None:
+            return [None] * params.n
         if not self._structured_output:
             raise RequestError(
                 f"{field} needs token masks, which this engine was started without: set"
                 " structured_output=True in its EngineConfig",
                 field=field,
             )
-        vocab_size, banned = self._config.vocab_size, set[tuple[int, ...]]()
-        if params.bad_words:
-            tokenizer = self._tokenizer
+        grammars: Sequence[OutputMatcher | None] = [None] * params.n
+        if params.structured is not None:
+            assert isinstance(params.structured, StructuredOutput)
+            compiler = self.make_grammars()
+            if compiler is None:
+                raise RequestError(
+                    "structured output needs a tokenizer, which this checkpoint lacks: leave out"
+                    " structured",
+                    field="structured",
+                )
+            grammars = compiler.matchers(params.structured, params.n)
+        if not params.restricts_tokens:
+            return grammars
+        banned, tokenizer = set[tuple[int, ...]](), self._tokenizer
+        for word in params.bad_words:
             if tokenizer is None:
                 raise RequestError(
                     "bad_words needs a tokenizer, which this checkpoint lacks", field="bad_words"
                 )
-            for word in params.bad_words:
-                banned |= word_tokens(word, lambda text: tokenizer.encode(text, special=False))
-        lists = TokenLists(vocab_size, params.allowed_token_ids, banned)
+            banned |= word_tokens(word, partial(tokenizer.encode, special=False))
+        lists = TokenLists(self._config.vocab_size, params.allowed_token_ids, banned)
         return [ListMatcher(lists, grammar) for grammar in grammars]
-
-    def _grammar_matchers(self, params: SamplingParams) -> Sequence[TokenMatcher | None]:
-        if params.structured is None:
-            return [None] * params.n
-        assert isinstance(params.structured, StructuredOutput)
-        if not self._structured_output:
-            raise RequestError(
-                "structured is given, but this engine has no token masks: set"
-                " structured_output=True in its EngineConfig",
-                field="structured",
-            )
-        grammars = self.make_grammars()
-        if grammars is None:
-            raise RequestError(
-                "structured output needs a tokenizer, which this checkpoint lacks: leave out"
-                " structured",
-                field="structured",
-            )
-        return grammars.matchers(params.structured, params.n)
-
-    def _hashes(self, cache_salt: str | None, num_tokens: int) -> PrefixHashes | None:
-        if cache_salt is not None:
-            _check_salt(cache_salt)
-        if self._prefix_block_size is None:
-            return None
-        variant = b"" if self._rope_lengths is None else self._rope_lengths.variant(num_tokens)
-        return PrefixHashes(self._prefix_block_size, cache_salt or "", variant)
-
-    def _embeds(self, prompt: PromptEmbeds, num_tokens: int) -> tuple[EmbeddedSpan, ...]:
-        if self._embeds_dtype is None:
-            raise RequestError(
-                "the prompt has embeddings, but this engine has no buffer for them:"
-                " set prompt_embeds=True in its EngineConfig",
-                field="prompt",
-            )
-        return check_spans(prompt.spans, num_tokens, self._config.hidden_size, self._embeds_dtype)
 
     def _detokenizer(
         self, prompt_ids: list[int], params: SamplingParams
@@ -258,28 +241,34 @@ class RequestBuilder:
         self, prompt: object, params: SamplingParams
     ) -> tuple[list[int], tuple[EmbeddedSpan, ...]]:
         """Return the tokens of a prompt, and the embeddings that replace some of them."""
-        kind, special, field = type(prompt), params.add_special_tokens, "prompt"
+        special, field = params.add_special_tokens, "prompt"
         most = self._longest if params.truncate_prompt_tokens is None else MAX_TRUNCATED_TOKENS + 1
+        spans: tuple[EmbeddedSpan, ...] = ()
         try:
-            if issubclass(kind, PromptEmbeds):
-                assert isinstance(prompt, PromptEmbeds)
+            if isinstance(prompt, PromptEmbeds):
                 if params.truncate_prompt_tokens is not None:
                     raise RequestError(
                         "truncate_prompt_tokens cannot cut a prompt with embeddings",
                         field="truncate_prompt_tokens",
                     )
-                token_ids = self._not_empty(self.check_token_ids(prompt.token_ids), field)
-                return token_ids, self._embeds(prompt, len(token_ids))
-            if issubclass(kind, ChatPrompt):
-                assert isinstance(prompt, ChatPrompt)
+                if self._embeds_dtype is None:
+                    raise RequestError(
+                        "the prompt has embeddings, but this engine has no buffer for them:"
+                        " set prompt_embeds=True in its EngineConfig",
+                        field=field,
+                    )
+                token_ids = self.check_token_ids(prompt.token_ids)
+                size, dtype = self._config.hidden_size, self._embeds_dtype
+                spans = check_spans(prompt.spans, len(token_ids), size, dtype)
+            elif isinstance(prompt, ChatPrompt):
                 field = "messages"
                 rendered = self._with_tokenizer(field).render(prompt)
                 token_ids = self._encode(rendered, bool(special), most, field)
-            elif issubclass(kind, str):
+            elif isinstance(prompt, str):
                 token_ids = self._encode(str(prompt), special is not False, most, field)
             else:
                 token_ids = plain_token_ids(prompt, self._config.vocab_size, most)
-            return self._not_empty(self._truncated(token_ids, params), field), ()
+            token_ids = self._truncated(token_ids, params)
         except RequestError:
             raise
         except Exception as error:  # raised by an object of the user
@@ -287,6 +276,9 @@ class RequestBuilder:
                 f"the prompt of type {type_name(prompt)} cannot be read: {type_name(error)}",
                 field=field,
             ) from error
+        if not token_ids:
+            raise RequestError("the prompt is empty: it must have at least one token", field=field)
+        return token_ids, spans
 
     def _with_tokenizer(self, field: str) -> TextTokenizer:
         if self._tokenizer is None:
@@ -336,12 +328,7 @@ class RequestBuilder:
         return token_ids
 
     def check_token_ids(self, prompt: object) -> list[int]:
-        """Return the tokens as plain integers, fewer than a sequence may have.
-
-        Raises:
-            RequestError: `prompt` is not a sequence of integers (see `plain_token_ids`), has too
-                many, or an id outside the vocabulary.
-        """
+        """Return the tokens as plain integers, fewer than a sequence may have."""
         return plain_token_ids(prompt, self._config.vocab_size, self._longest)
 
     @staticmethod
@@ -350,29 +337,18 @@ class RequestBuilder:
             raise RequestError("the prompt is empty: it must have at least one token", field=field)
         return token_ids
 
-    def _check_params(self, params: SamplingParams) -> None:
-        if params.stop and self._tokenizer is None:
-            raise RequestError(
-                "stop strings need a tokenizer, which this checkpoint lacks", field="stop"
-            )
-        params.check_vocabulary(self._config.vocab_size)
 
-
-def _check_salt(salt: str) -> None:
-    """Raise `RequestError` for an invalid salt."""
-    if not isinstance(salt, str) or not 1 <= len(salt) <= MAX_SALT_CHARS:
-        is_text = isinstance(salt, str)
-        shown = f"a string of {len(salt)} characters" if is_text else f"a {type_name(salt)}"
-        raise RequestError(
-            f"cache_salt must be a string of 1 to {MAX_SALT_CHARS} characters, not {shown}",
-            field="cache_salt",
-        )
-    try:
-        salt.encode()
-    except UnicodeEncodeError as error:
-        raise RequestError(
-            f"cache_salt must be encodable as UTF-8: {error}", field="cache_salt"
-        ) from error
+def _check_salt(salt: object) -> None:
+    """Raise `RequestError` for an invalid salt, without its text."""
+    with suppress(UnicodeEncodeError):
+        if isinstance(salt, str) and salt.encode() and len(salt) <= MAX_SALT_CHARS:
+            return
+    length = f" of {len(salt)} characters" if isinstance(salt, str) else ""
+    raise RequestError(
+        f"cache_salt must be a string of 1 to {MAX_SALT_CHARS} characters in valid Unicode, not a"
+        f" {type_name(salt)}{length}",
+        field="cache_salt",
+    )
 
 
 def _derive(seed: int, index: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ...profiling.stats import RequestTiming
 from ..request import FinishReason, Request, RequestGroup, RequestStatus, TokenLogprobs
@@ -109,47 +109,25 @@ class CompletionOutput:
         )
 
 
+@dataclass(slots=True, eq=False)
 class RequestOutput:
     """The output of a request so far. `text`, `token_ids` … describe completion 0.
 
     A step makes one for each row, so most attributes are computed when they are read.
-
-    Attributes:
-        request_id: the request.
-        completions: `SamplingParams.n` of them; none if the request was refused.
-        finished: whether every completion has ended.
-        num_preemptions: how often completions were preempted.
-        cached_tokens: tokens of the prompt that completion 0 found in the cache.
-        error: why it ended with `finish_reason` `error`.
     """
 
-    __slots__ = (
-        "_prompt_ids",
-        "cached_tokens",
-        "completions",
-        "error",
-        "finished",
-        "num_preemptions",
-        "request_id",
-    )
-
-    def __init__(
-        self,
-        request_id: str,
-        prompt_token_ids: list[int],
-        completions: tuple[CompletionOutput, ...],
-        finished: bool,
-        num_preemptions: int = 0,
-        cached_tokens: int = 0,
-        error: Exception | None = None,
-    ) -> None:
-        self.request_id = request_id
-        self._prompt_ids = prompt_token_ids
-        self.completions = completions
-        self.finished = finished
-        self.num_preemptions = num_preemptions
-        self.cached_tokens = cached_tokens
-        self.error = error
+    request_id: str
+    _prompt_ids: list[int] = field(repr=False)
+    completions: tuple[CompletionOutput, ...]
+    """`SamplingParams.n` of them; none if the request was refused."""
+    finished: bool
+    """Whether every completion has ended."""
+    num_preemptions: int = 0
+    """How often completions were preempted."""
+    cached_tokens: int = 0
+    """Tokens of the prompt that completion 0 found in the cache."""
+    error: Exception | None = None
+    """Why it ended with `finish_reason` `error`."""
 
     @property
     def prompt_token_ids(self) -> list[int]:
@@ -195,12 +173,6 @@ class RequestOutput:
     def timing(self) -> RequestTiming | None:
         """Arrival and token times of completion 0; None before its first token."""
         return self.completions[0].timing if self.completions else None
-
-    def __repr__(self) -> str:
-        return (
-            f"RequestOutput(request_id={self.request_id!r}, finished={self.finished},"
-            f" completions={self.completions!r}, error={self.error!r})"
-        )
 
     @classmethod
     def of(cls, group: RequestGroup) -> RequestOutput:

@@ -59,19 +59,13 @@ logger = logging.getLogger("stepgraph.runtime")
 class _Sample(NamedTuple):
     """What is tested on a kind of device."""
 
-    layers: str
-    """Name of the pattern for all layers."""
-    attention: str
-    """Name of the pattern for attention, with plain layers around it."""
+    layers: str  # name of the pattern for all layers
+    attention: str  # name of the pattern for attention, with plain layers around it
     num_layers: int
-    vocabulary: int
-    """Tokens at most."""
-    rows: tuple[int, ...]
-    """Classes of rows that kernels are compiled for."""
-    tokens: int
-    """Of a prefill step at most."""
-    longest: int
-    """Tokens of the longest row."""
+    vocabulary: int  # tokens at most
+    rows: tuple[int, ...]  # classes of rows that kernels are compiled for
+    tokens: int  # of a prefill step at most
+    longest: int  # tokens of the longest row
 
 
 _CPU = _Sample(
@@ -108,17 +102,10 @@ def check_kernels(
 ) -> Kernels:
     """Return `kernels`, or those that take the place of what fails.
 
-    Args:
-        kernels: from `select_kernels`; without native operations they are not tested.
-        model: of the engine.
-        config: of the engine.
-        required: whether every native kernel must pass: with `kernels="native"`, with
-            `batch_invariant`, and on the ranks of a tensor-parallel group.
-        seed: of the samples; the same on all ranks of a group, which run the same steps. None: a
-            new one.
-
-    Raises:
-        KernelSelfTestError: a required kernel fails, or a kernel left the device unusable.
+    Kernels without native operations are not tested. With `kernels="native"`, `batch_invariant` or
+    a tensor-parallel group they are `required`. `seed` of the samples is the same on all ranks of a
+    group, which run the same steps. Raises `KernelSelfTestError` if a required kernel fails, or a
+    kernel left the device unusable.
     """
     on_cuda, layers = config.device.type == "cuda", kernels.make_decode_step is not None
     # Without Triton the operation is plain torch on CUDA.

@@ -276,11 +276,9 @@ class FoundDrafter:
 def find_engine_drafter(
     found: Source, engine: ResolvedConfig, groups: Sequence[LayerGroup]
 ) -> FoundDrafter | None:
-    """Find the drafter of an engine; None if it has none. Each rank of a group has the whole one.
+    """Find the drafter of an engine, or None. Each rank of a group has the whole one.
 
-    Raises:
-        CheckpointError: the drafter does not exist, or its checkpoint is damaged.
-        ConfigError: it does not fit the model or the engine.
+    Raises `CheckpointError` if it is missing or damaged, `ConfigError` if it does not fit.
     """
     speculation = engine.speculation
     if speculation is None or not speculation.uses_drafter:
@@ -471,10 +469,8 @@ def plan_engine(
 ) -> MemoryPlan:
     """Return the memory plan, which needs no weights and no device but `memory`.
 
-    `agreed` fixes blocks and batch tokens, as the rank with the least memory has them. `drafter`:
-    the memory of a drafter, if there is one.
-
-    A cache sized by a share of the free memory has no more blocks than `max_num_seqs` requests of
+    `agreed` fixes blocks and batch tokens, as the rank with the least memory has them. A cache
+    sized by a share of the free memory has no more blocks than `max_num_seqs` requests of
     `max_model_len` tokens use. `num_blocks` and `memory_tokens` may exceed that, and `memory_bytes`
     on a device with memory of its own.
 
@@ -507,17 +503,22 @@ def plan_engine(
     except MemoryBudgetError as error:
         if error.term == "weights":
             dtype = str(config.dtype).removeprefix("torch.")
-            remedies = ["split the model over more ranks with tensor_parallel"]
+            remedies = {}
             if config.weights == MODEL:
                 small = dataclasses.replace(kernels, weights=INT8)
                 smaller = weight_bytes(plan_of(model), small, config.dtype)
-                remedies.insert(0, f"set weight_dtype='int8' ({smaller} bytes of weights)")
+                remedies["weight_dtype"] = f"set weight_dtype='int8' ({smaller} bytes of weights)"
             else:
                 dtype += f" with {config.weights} weights"
-            remedies.append(f"raise the memory budget ({memory.available} bytes are free)")
-            remedies.append("use a smaller model or a device with more memory")
-            error.args = (f"{error}, in {dtype}: {'; '.join(remedies)}",)
-            error.field = "weight_dtype" if config.weights == MODEL else "tensor_parallel"
+            # Ranks on a CPU share its memory; a budget in bytes is of each rank.
+            if config.device.type == "cuda" or user.memory_bytes is not None:
+                remedies["tensor_parallel"] = "split the model over more ranks (tensor_parallel)"
+            if (error.term_bytes or 0) < memory.available:
+                name = "memory_fraction" if user.memory_bytes is None else "memory_bytes"
+                remedies[name] = f"raise {name} ({memory.available} bytes are free)"
+            error.field = next(iter(remedies), None)
+            advice = "; ".join([*remedies.values(), "use a smaller model or a larger device"])
+            error.args = (f"{error}, in {dtype}: {advice}",)
         raise
     if not plan.host_shared and plan.host_total > memory.host_available:
         raise MemoryBudgetError(
@@ -553,9 +554,7 @@ def open_replacement(
 ) -> Iterator[OpenedSource]:
     """Open a model whose weights can replace those of a started engine.
 
-    Raises:
-        CheckpointError: the checkpoint is missing, damaged, unsupported or inconsistent.
-        ConfigError: it differs from the engine's model in a field other than its weights.
+    Raises `CheckpointError`, and `ConfigError` for a config that differs in another field.
     """
     native = isinstance(model, ModelConfig)
     found = resolve_source(
@@ -579,10 +578,7 @@ def overwriting(
 ) -> Callable[[], None]:
     """Return the function that overwrites the weights of a model from `new`.
 
-    transformers loads all of them before the first is overwritten.
-
-    Raises:
-        CheckpointError: transformers cannot load the weights.
+    transformers loads all of them before; raises `CheckpointError` if it cannot.
     """
     if isinstance(model, TransformersDecoder):
         assert isinstance(new.config, TransformersConfig)
@@ -685,12 +681,7 @@ def start(source: str | Path, config: EngineConfig, *, progress: bool) -> Engine
 
 
 def follow(found: Source, config: ResolvedConfig, group: RankGroup) -> None:
-    """Run the share of a rank above 0, until rank 0 closes its engine.
-
-    Raises:
-        RankError: the group has failed.
-        Exception: as `start`.
-    """
+    """Run the share of a rank above 0, until rank 0 closes its engine or the group fails."""
     if config.device.type == "cpu":
         torch.set_num_threads(config.threads)  # this process does nothing else
     parts = start_parts(found, config, group, began=time.perf_counter(), progress=False)
@@ -900,10 +891,8 @@ def _load(
 def main(arguments: list[str]) -> None:
     """Join the group of a parent process, as a rank above 0, and follow it.
 
-    It ends when rank 0 closes its engine, or with status 1 when the group fails or rank 0 has died.
-
-    Args:
-        arguments: process and descriptor of the shared segment, rank, number of ranks.
+    `arguments` are process and descriptor of the shared segment, rank and number of ranks. It ends
+    when rank 0 closes its engine, or with status 1 when the group fails or rank 0 has died.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes: rank 0 decides
     process, descriptor, rank, ranks = map(int, arguments)

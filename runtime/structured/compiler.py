@@ -96,15 +96,8 @@ class GrammarCompiler:
     ) -> None:
         """Build the automaton's alphabet: the bytes of each token.
 
-        Args:
-            tokenizer: of the checkpoint.
-            vocab_size: of the model; tokens without an entry in the tokenizer are never allowed,
-                nor are those of the tokenizer beyond it.
-            eos_token_ids: tokens that end the model's output. Those that the tokenizer or the model
-                lacks are left out.
-
-        Raises:
-            RequestError: llguidance is not installed.
+        Tokens that either the model, with `vocab_size`, or the tokenizer lacks are never allowed.
+        Raises `RequestError` if llguidance is not installed.
         """
         self._obstacle: str | None = None
         self._eos_token_ids = tuple(eos_token_ids)
@@ -157,10 +150,8 @@ class GrammarCompiler:
     def matchers(self, structured: StructuredOutput, count: int) -> list[TokenMatcher]:
         """Return a matcher at the beginning of the grammar for each of `count` completions.
 
-        Raises:
-            GrammarError: the grammar is invalid, too complex, or not compiled in time.
-            OverloadedError: too many others were compiling all this time.
-            RequestError: grammars cannot be used with this tokenizer or model.
+        Raises `GrammarError` for a grammar that is invalid, too complex or not compiled in time,
+        `OverloadedError` while too many others compile, and `RequestError` for this model.
         """
         if self._obstacle is not None:
             raise RequestError(
@@ -238,13 +229,8 @@ def compile_until(work: Callable[[], T], seconds: float) -> T:
     """Return the result of `work`, called in another thread within `seconds`.
 
     Waiting for a place may take as long before. After the deadline `work` goes on, and counts as
-    one of `MAX_COMPILATIONS`, until it returns.
-
-    Raises:
-        ValueError: the deadline has passed.
-        OverloadedError: others were compiling for `seconds`.
-        RequestError: no thread can be started.
-        Exception: whatever `work` raises.
+    one of `MAX_COMPILATIONS`, until it returns. Raises `ValueError` after the deadline,
+    `OverloadedError` without a place, `RequestError` without a thread, and what `work` raises.
     """
     if not _slots.acquire(timeout=seconds):
         raise OverloadedError(

@@ -115,12 +115,9 @@ _DECODER: Final = json.JSONDecoder()
 
 
 def grammar_text(kind: str, source: str, token_ids: Mapping[str, int] | None = None) -> str:
-    """Return a grammar of a kind of `StructuredOutput` for llguidance.
+    """Return a grammar of a kind of `StructuredOutput` for llguidance, or raise `ValueError`.
 
     `token_ids` are the ids of added tokens, which grammars in Lark may name, as `<think>`.
-
-    Raises:
-        ValueError: it is invalid, or outputs could take too long.
     """
     from llguidance import LLMatcher  # an optional package
 
@@ -185,12 +182,8 @@ def _character(escape: re.Match[str]) -> str:
 
 
 def _prepared(lark: str, token_ids: Mapping[str, int]) -> str:
-    """Return a grammar with prepared schemas, and with ids in the place of names of added tokens.
-
+    """Return a grammar with prepared schemas, and with ids in the place of names of added tokens:
     llguidance knows no names of text.
-
-    Raises:
-        ValueError: a schema is not JSON, or is refused.
     """
     parts: list[str] = []
     start = 0
@@ -224,14 +217,9 @@ def _embedded(schema: dict[str, Any], layout: Mapping[str, Any]) -> str:
 
 
 def prepared_schema(schema: dict[str, Any], layout: Mapping[str, Any] = COMPACT) -> dict[str, Any]:
-    """Change a parsed JSON schema for llguidance, and return it.
+    """Change a parsed JSON schema for llguidance, and return it with the options `layout`.
 
-    Args:
-        schema: the schema.
-        layout: options of llguidance: how the parts of a text are separated.
-
-    Raises:
-        ValueError: outputs could be invalid or take too long.
+    Raises `ValueError` if outputs could be invalid or take too long.
     """
     walk = _Walk()
     walk.visit(schema)

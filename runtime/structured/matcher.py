@@ -24,7 +24,6 @@ __all__ = ["ListMatcher", "MASK_SECONDS", "TokenLists", "TokenMatcher", "word_to
 # Restricts outputs by lists of tokens and words: `allowed_token_ids` and `bad_words`.
 
 _ANCHOR = "\n"
-
 """Text without a space before a word, after which the word is not the first of its text."""
 
 
@@ -52,10 +51,8 @@ class TokenLists:
     ) -> None:
         """Make the mask of the model's tokens.
 
-        Args:
-            vocab_size: of the model.
-            allowed: tokens of the vocabulary; None: all.
-            banned: sequences of tokens, whose last one cannot follow the others.
+        `allowed` are tokens of the vocabulary, or None for all; `banned` are sequences of tokens,
+        whose last one cannot follow the others.
         """
         self._mask = np.full(-(-vocab_size // MASK_BITS), -1, dtype=np.int32)
         if allowed is not None:
@@ -143,8 +140,7 @@ def _last(request: Request, drafts: Sequence[int], count: int) -> Sequence[int]:
 
 
 MASK_SECONDS: Final = 0.05
-
-"""Processor time of one of the first masks, and time after which no mask of a draft begins."""
+"""Time of the masks of a row after which no mask of a draft begins."""
 
 
 class TokenMatcher:
@@ -163,12 +159,8 @@ class TokenMatcher:
     ) -> None:
         """Begin at the beginning of a grammar.
 
-        Args:
-            matcher: of the grammar, which is not changed. Its copy takes up to some megabytes, and
-                is made when the request runs.
-            eos_token_ids: tokens that end the model's output.
-            vocab_size: of the model.
-            matcher_vocab_size: of the matcher: the model's, or more.
+        `matcher` is not changed: a copy, of up to some megabytes, is made when the request runs.
+        Its vocabulary is the model's, or larger.
         """
         self._first = matcher
         self._copy: LLMatcher | None = None
@@ -217,15 +209,9 @@ class TokenMatcher:
         it. They are computed after each token, and so depend on the output so far alone:
         outputs are the same with drafts.
 
-        Args:
-            request: of this grammar.
-            masks: of the token after the output, after its first draft, and so on.
-            drafts: of the request.
-
-        Returns:
-            None and the number of drafts after which the output may continue. Or with any masks,
-            the error that ends the request, or `complete` if the grammar allows only
-            end-of-sequence tokens and the request forbids them.
+        Returns None and the number of drafts after which the output may continue. Or the error that
+        ends the request, or `complete` if the grammar allows only end-of-sequence tokens and the
+        request forbids them; `masks` are then any.
         """
         began = time.perf_counter()
         self._catch_up(request)
