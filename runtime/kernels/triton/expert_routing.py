@@ -23,7 +23,7 @@ from .kernel_calls import call_kernel, let_dependents_start, wait_for_inputs
 from .linear import FEW_ROWS, GpuLinear
 from .linear_kernels import RowSizes, tiled_product
 
-__all__ = ["Routed", "choose_experts", "reference_routed", "reference_routing", "route"]
+__all__ = ["Routed", "choose_experts", "reference_routing", "route", "router_logits"]
 
 _ROUTER_ROWS = 2
 """Rows of the router that a program multiplies a token by: 256 experts are 128 programs."""
@@ -50,13 +50,8 @@ def route(
 ) -> Routed:
     """Choose the experts of each token as `ops.experts.reference_route` does.
 
-    Args:
-        op: the mixture.
-        x_TD: normed hidden states, contiguous.
-        tensors: of which the router, its bias and the correction count.
-        live_T: bool, false for padding; None: without padding.
-        any_tokens: one compiled kernel for any number of tokens, so that the logits of a token do
-            not depend on it.
+    Hidden states are normed and contiguous; `live_T` is false for padding. With `any_tokens` one
+    compiled kernel serves any number of tokens: the logits of a token do not depend on it.
     """
     logits_TR = router_logits(x_TD, tensors.router, tensors.router_bias, any_tokens=any_tokens)
     return choose_experts(op, logits_TR, tensors.correction, live_T)
@@ -113,14 +108,7 @@ def reference_routing(
     logits_TR = x_TD.float() @ tensors.router.float().T
     if tensors.router_bias is not None:
         logits_TR = logits_TR + tensors.router_bias.float()
-    return reference_routed(op, logits_TR, tensors.correction, live_T)
-
-
-def reference_routed(
-    op: Experts, logits_TR: Tensor, correction_R: Tensor | None, live_T: Tensor | None = None
-) -> Routed:
-    """What `choose_experts` does, in plain torch."""
-    weights_TK, experts_TK = reference_choice(op, logits_TR, correction_R, live_T)
+    weights_TK, experts_TK = reference_choice(op, logits_TR, tensors.correction, live_T)
     return Routed(logits_TR, weights_TK, experts_TK.to(torch.int32))
 
 

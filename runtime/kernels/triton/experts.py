@@ -98,9 +98,8 @@ def experts(
         out_TD: written; may be `residual_TD`.
         configs: sizes of both products, of one kind; None: from `expert_tiles`.
         scale: of the sum.
-        any_tokens: one compiled kernel for any number of tokens. The bits of a token do not depend
-            on the others: each of its experts is one chain of products, whatever the place of the
-            pair in its block.
+        any_tokens: one compiled kernel for any number of tokens: each expert of a token is one
+            chain of products, whatever the place of the pair in its block.
     """
     given = (op, x_TD, tensors, routed, residual_TD, out_TD)
     if any_tokens:

@@ -52,14 +52,14 @@ def full_rows(
 
     Args:
         logits_BV: of any floating dtype that Triton knows; the vocabulary is contiguous.
-        reals: of a `SamplingState`, like the next two.
-        integers: likewise.
-        token_counts_RV: updated in place.
+        reals: of a `SamplingState`, like the next two; counts are updated in place.
+        integers: see `reals`.
+        token_counts_RV: see `reals`.
         rows_B: int64, row of each lane. Without `token_ids_BN`, a row with penalties may be named
             only once.
         positions_B: int64, position of the drawn token; with `feed`, the last input's.
         outputs: `tokens`, `logprob`, `top_ids` and `top_logprobs` of a `SampleOutput`, contiguous.
-        feed: where the tokens go, too; its rows and positions are those above.
+        feed: where the tokens go, too; its rows and positions are `rows_B` and `positions_B`.
         masks: the tokens that each lane may sample.
         token_ids_BN: int64, contiguous: the tokens that the lanes follow, row by row.
     """

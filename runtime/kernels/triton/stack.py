@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -82,32 +82,6 @@ class Operations:
         )
 
 
-class _LayerAttention(NamedTuple):
-    """Attention of a layer with its tensors and its place in the cache."""
-
-    attend: Attend
-    form: AttentionForm
-    place: LayerPlace
-    norms: tuple[Tensor | None, Tensor | None, float, bool]
-    """The first fields of `HeadRotation`."""
-    rope: int
-    """Its kind of rotation: the first coordinate of cosines and sines."""
-
-    @classmethod
-    def of(cls, fused: Attention, layer: BoundLayer, model: BoundModel) -> _LayerAttention:
-        """Bind the tensors of a layer."""
-        attend, norm = fused.attend, fused.qk_norm
-        traits = norm or model.plan.norm  # a missing norm has the traits of the others
-        sinks = None if attend.sinks is None else layer.tensor(attend.sinks)
-        weights = (None, None) if norm is None else (layer.tensor(norm.q), layer.tensor(norm.k))
-        form = AttentionForm(
-            *(attend.scale, attend.window, attend.softcap, model.storage, attend.value_dim),
-            *(attend.chunk, sinks),
-        )
-        norms = (*weights, traits.eps, traits.offset)
-        return cls(attend, form, layer.place, norms, fused.rotate.kind)
-
-
 @dataclass(frozen=True, slots=True)
 class _Kernel:
     """A kernel of a layer with its tensors."""
@@ -117,10 +91,14 @@ class _Kernel:
     """The next one, which may be of the next layer."""
     linear: GpuLinear | None = None
     norm: GpuNorm | None = None
-    attention: _LayerAttention | None = None
     experts: ExpertTensors | None = None
     output_norm: GpuNorm | None = None
     """Of a mixture of experts."""
+    form: AttentionForm | None = None
+    place: LayerPlace | None = None
+    """Of attention: the layer's in the cache."""
+    head_norms: tuple[Tensor | None, Tensor | None, float, bool] | None = None
+    """Of attention: the first fields of `HeadRotation`."""
 
     @classmethod
     def bind(
@@ -134,8 +112,16 @@ class _Kernel:
             return GpuNorm(layer.tensor(norm.weight), norm.eps, norm.offset)
 
         match fused:
-            case Attention():
-                return cls(fused, after, attention=_LayerAttention.of(fused, layer, model))
+            case Attention(qk_norm, _, attend):
+                sinks = None if attend.sinks is None else layer.tensor(attend.sinks)
+                form = AttentionForm(
+                    *(attend.scale, attend.window, attend.softcap, model.storage),
+                    *(attend.value_dim, attend.chunk, sinks),
+                )
+                traits = qk_norm or model.plan.norm  # a missing norm has the traits of the others
+                weights = qk_norm and (layer.tensor(qk_norm.q), layer.tensor(qk_norm.k))
+                norms = (*(weights or (None, None)), traits.eps, traits.offset)
+                return cls(fused, after, form=form, place=layer.place, head_norms=norms)
             case Activation():
                 return cls(fused, after)
             case Mixture():
@@ -159,7 +145,7 @@ class GpuStack:
         `Operations.batch_invariant`.
         """
         self.operations, self.any_batch = operations, any_batch
-        self.collectives = model.collectives
+        self.collectives, self.storage = model.collectives, model.storage
         self._layers: list[list[_Kernel]] = []
         after: _Kernel | None = None
         for layer in reversed(model.layers):
@@ -196,7 +182,7 @@ class GpuStack:
         """See `Stack.run`. There are no kernels of layers that need embeddings."""
         assert embeddings_TD is None, "a plan that `fusion_obstacle` refuses"
         outputs: dict[int, Tensor] = dict.fromkeys(aux_layers, x_TD)
-        like = next(kernel.attention for kernel in self._layers[0] if kernel.attention is not None)
+        like = next(k.fused.attend for k in self._layers[0] if isinstance(k.fused, Attention))
         chain = _Chain(self, like, x_TD, arena, batch, cos_KTE, sin_KTE)
         for index, layer in enumerate(self._layers):
             with operation("layer", index):
@@ -221,7 +207,7 @@ class _Chain:
     def __init__(
         self,
         stack: GpuStack,
-        like: _LayerAttention,
+        like: Attend,
         x_TD: Tensor,
         arena: Tensor,
         batch: RaggedBatch,
@@ -244,20 +230,19 @@ class _Chain:
             with operation("prefill_tiles"):
                 self._tile(like)
             return
-        attend, tokens, device = like.attend, x_TD.shape[0], x_TD.device
-        most = batch.read_blocks * batch.block_size
-        splits = choose_splits(tokens, attend.kv_heads, most, num_multiprocessors(device))
-        self._partials = new_partials(tokens, attend.heads, splits, attend.value_dim, device)
+        tokens, device, most = x_TD.shape[0], x_TD.device, batch.read_blocks * batch.block_size
+        splits = choose_splits(tokens, like.kv_heads, most, num_multiprocessors(device))
+        self._partials = new_partials(tokens, like.heads, splits, like.value_dim, device)
 
-    def _tile(self, like: _LayerAttention) -> None:
+    def _tile(self, like: Attend) -> None:
         """Deal the tokens to tiles.
 
         With `any_batch` the same compiled kernels run whatever the rows and tokens are. Triton
         compiles other kernels for tensors that do not begin at a multiple of 16 bytes, so the parts
         of tensors do, for each group and kind of rotation.
         """
-        attend, x_TD = like.attend, self._x
-        width, traits = attend.head_dim, (x_TD.dtype, like.form.storage)
+        x_TD, width = self._x, like.head_dim
+        traits = (x_TD.dtype, self._stack.storage)
         if self._stack.any_batch:
             self._batch = replace(self._batch, slots=_aligned(self._batch.slots))
             self._cos, self._sin = _aligned(self._cos), _aligned(self._sin)
@@ -268,9 +253,9 @@ class _Chain:
             warps = 8 if width > 64 else tiling.num_warps
             self._tiling = tiling._replace(block_m=rows, num_warps=warps, split=SPLIT)
         else:
-            heads = (attend.heads, attend.kv_heads, width)
+            heads = (like.heads, like.kv_heads, width)
             self._tiling = prefill_tiling(x_TD.shape[0], *heads, *traits, x_TD.device)
-        tokens_of_tile = self._tiling.tokens(attend.heads // attend.kv_heads)
+        tokens_of_tile = self._tiling.tokens(like.heads // like.kv_heads)
         self._tiles = self._operations.prefill_tiles(
             self._batch.token_rows, self._batch.rows.shape[0], tokens_of_tile
         )
@@ -279,7 +264,7 @@ class _Chain:
         """Run a kernel of the chain."""
         fused = kernel.fused
         if isinstance(fused, Attention):
-            self._value = self._attended(kernel, self._value)
+            self._value = self._attended(kernel, fused, self._value)
         elif isinstance(fused, ResidualLinear):
             self._add_product(kernel, fused)
         elif isinstance(fused, Mixture):
@@ -318,30 +303,29 @@ class _Chain:
         if pending is not None:
             self._x, self._delta = pending.out, None
 
-    def _attended(self, kernel: _Kernel, qkv_TN: Tensor) -> Tensor:
+    def _attended(self, kernel: _Kernel, fused: Attention, qkv_TN: Tensor) -> Tensor:
         """Write keys and values, and attend: `[T, H * E]`."""
-        layer = kernel.attention
-        assert layer is not None
-        angles = self._cos[layer.rope], self._sin[layer.rope]
-        rotation = HeadRotation(*layer.norms, *angles, layer.attend.temperature)
-        operations, batch, form = self._operations, self._batch, layer.form
+        assert kernel.head_norms is not None
+        attend, kind, operations = fused.attend, fused.rotate.kind, self._operations
+        angles = self._cos[kind], self._sin[kind]
+        rotation = HeadRotation(*kernel.head_norms, *angles, attend.temperature)
+        where, batch, form = (self._arena, kernel.place), self._batch, kernel.form
         if self._decodes:
             after = kernel.after
             next_weight = None if after is None or after.linear is None else after.linear.weight
-            attended_TK = self._x.new_empty(self._x.shape[0], layer.attend.features)
+            attended_TK = self._x.new_empty(self._x.shape[0], attend.features)
             with operation("decode_attention"):
                 operations.decode_attention(
-                    *(qkv_TN, self._arena, layer.place, rotation, batch, form, self._partials),
+                    *(qkv_TN, *where, rotation, batch, form, self._partials),
                     *(self._stack.counters, attended_TK),
                     next_weight=next_weight,
                 )
             return attended_TK
-        place = (self._arena, layer.place)
         with operation("rotate_and_store"):
-            q_THE = operations.rotate_and_store(qkv_TN, *place, rotation, batch, form)
+            q_THE = operations.rotate_and_store(qkv_TN, *where, rotation, batch, form)
         with operation("prefill_attention"):
             out_THE: Tensor = operations.prefill_attention(
-                q_THE, *place, batch, form, self._tiles, self._tiling
+                q_THE, *where, batch, form, self._tiles, self._tiling
             )
         return out_THE.flatten(1)
 
