@@ -153,6 +153,9 @@ TRAITS: dict[str, dict[str, Any]] = {
     "inputs": {"scaled_inputs": True, "shared": 1},
     "odd": {"hidden": 37, "features": 21, "biases": True},
     "steps": {"hidden": 270, "features": 260, "routed": 3},
+    "int8": {"storage": "int8", "hidden": 30, "features": 130, "biases": True},
+    "fp8": {"storage": "fp8", "hidden": 144, "features": 40, "biases": True},
+    "fp8 odd": {"storage": "fp8", "hidden": 30, "features": 130, "biases": True},
 }
 
 
@@ -170,18 +173,6 @@ def test_products_against_float64(way: str, traits: dict[str, Any], dtype: torch
     if tokens < 9:  # the whole operation, with its own logits
         found = triton_experts(mixture.op, x, mixture.tensors).cpu()
         assert error(found, expected) < 3 * tolerance(dtype)
-
-
-@pytest.mark.parametrize("storage", ["int8", "fp8"])
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("hidden", "features"), [(144, 40), (30, 130)])
-def test_weights_of_8_bits(way: str, storage: str, hidden: int, features: int) -> None:
-    tokens = WAYS[way]
-    sizes = {"hidden": hidden, "features": features, "biases": True}
-    mixture = make_mixture(TOP_2, dtype=torch.bfloat16, storage=storage, **sizes).to(DEVICE)
-    x = torch.randn(tokens, hidden, device=DEVICE).bfloat16()
-    expected = simple_experts(mixture, x.cpu())
-    assert error(run(mixture, x, None, way).cpu(), expected) < 0.03
 
 
 @pytest.mark.parametrize("residual", [False, True])

@@ -26,9 +26,10 @@ from torch import Tensor
 
 from ..ops.activation import Activate
 from ..ops.experts import Experts, ExpertTensors
+from ..weights.stored import FP8_BLOCK
 from .expert_routing import Routed
 from .kernel_calls import call_kernel, let_dependents_start, wait_for_inputs
-from .linear import SCALE_BLOCK, GpuLinear, LinearConfig
+from .linear import GpuLinear, LinearConfig
 from .quantised import as_operand, kernel_weight
 from .rowwise import activate, activation_constants, scaled
 
@@ -78,7 +79,7 @@ def block_tiles(pairs: int, total: int, dtype: torch.dtype) -> LinearConfig:
     rows = block_rows(pairs, total)
     wide = dtype == torch.float32  # multiplied by the ordinary units
     height = 64 if rows == 16 or wide else 128
-    block_k = 32 if wide else (SCALE_BLOCK if rows == 16 else 64)
+    block_k = 32 if wide else (FP8_BLOCK if rows == 16 else 64)
     stages = 2 if wide else 4 if rows == 16 else 3
     return LinearConfig(height, block_k, 8 if height == 128 else 4, "blocks", stages=stages)
 

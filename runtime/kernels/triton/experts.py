@@ -31,6 +31,7 @@ from torch import Tensor
 
 from ..ops.experts import Experts, ExpertTensors, reference_products
 from ..ops.experts_operator import define_experts
+from ..weights.stored import FP8_BLOCK
 from .expert_blocks import block_tiles, experts_by_block
 from .expert_routing import Routed, route
 from .fusion import runs_by_pair
@@ -40,7 +41,7 @@ from .kernel_calls import (
     num_multiprocessors,
     wait_for_inputs,
 )
-from .linear import EXPERT_PRODUCTS, FEW_ROWS, SCALE_BLOCK, GpuLinear, LinearConfig
+from .linear import EXPERT_PRODUCTS, FEW_ROWS, GpuLinear, LinearConfig
 from .quantised import as_numbers, kernel_weight
 from .rowwise import activate, activation_constants, scaled
 from .tuning import Product, TuningKey, lookup, tuning_key
@@ -206,7 +207,7 @@ def default_tiles(kernel: str, sizes: ExpertSizes, kind: str | None = None) -> L
         return block_tiles(pairs, sizes.op.total, sizes.dtype)
     rows, k = sizes.product(kernel)
     itemsize, processors = sizes.weight_dtype.itemsize, num_multiprocessors(sizes.device)
-    width = min(SCALE_BLOCK if sizes.scale_blocks else _WIDEST, max(16, triton.next_power_of_2(k)))
+    width = min(FP8_BLOCK if sizes.scale_blocks else _WIDEST, max(16, triton.next_power_of_2(k)))
     halves, columns = (2, pairs) if kernel == EXPERT_PRODUCTS[0] else (1, tokens)
     height = min(_TALLEST, _TILE_BYTES // (width * itemsize))
     while height > 2 * halves and columns * -(-rows // height) < _LEAST_PROGRAMS * processors:
@@ -231,7 +232,7 @@ def candidate_tiles(kernel: str, sizes: ExpertSizes, kind: str | None = None) ->
 
 def _around(default: LinearConfig, scale_blocks: bool) -> Iterator[LinearConfig]:
     yield default
-    least, widest = 16 if default.kind == "blocks" else 2, SCALE_BLOCK if scale_blocks else 1 << 30
+    least, widest = 16 if default.kind == "blocks" else 2, FP8_BLOCK if scale_blocks else 1 << 30
     for block_n in (default.block_n // 2, default.block_n, 2 * default.block_n):
         for block_k in (default.block_k // 2, default.block_k, 2 * default.block_k):
             if block_n >= least and 16 <= block_k <= widest:
@@ -280,16 +281,6 @@ def _experts_by_pair(
 
 
 @triton.jit
-def _scales_of(scale_ptr, rows, block, SCALE_BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Scales of rows, of one block of 128 input features or of all of them."""
-    if SCALE_BLOCKS:
-        scales = tl.load(scale_ptr + rows * SCALE_BLOCKS + block)
-    else:
-        scales = tl.load(scale_ptr + rows)
-    return scales
-
-
-@triton.jit
 def gate_up_kernel(  # type: ignore[no-untyped-def]
     x_ptr, w_ptr, scale_ptr, bias_ptr, experts_ptr, weights_ptr, out_ptr, N,
     K: tl.constexpr, PER_TOKEN: tl.constexpr, TOTAL: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -323,11 +314,11 @@ def gate_up_kernel(  # type: ignore[no-untyped-def]
         w = tl.load(w_ptr + rows[:, None] * K + k[None, :], mask=(k < K)[None, :], other=0)
         products = as_numbers(w, STORAGE, NATIVE_FP8) * x[None, :]
         if SCALE_BLOCKS:
-            products *= _scales_of(scale_ptr, rows, start // 128, SCALE_BLOCKS)[:, None]
+            products *= tl.load(scale_ptr + rows * SCALE_BLOCKS + start // 128)[:, None]
         sums += products
     out = tl.sum(sums, axis=1)
     if scale_ptr is not None and not SCALE_BLOCKS:
-        out *= _scales_of(scale_ptr, rows, 0, SCALE_BLOCKS)
+        out *= tl.load(scale_ptr + rows)
     if bias_ptr is not None:
         out += tl.load(bias_ptr + rows).to(tl.float32)
     gate, up = tl.split(tl.reshape(out, [BLOCK_N, 2]))
@@ -383,8 +374,10 @@ def down_kernel(  # type: ignore[no-untyped-def]
         if not SCALED_INPUTS:
             x *= tl.sum(tl.where(places == place, factors, 0.0), axis=0)
         products = as_numbers(w, STORAGE, NATIVE_FP8) * x[None, :]
-        if scale_ptr is not None:
-            products *= _scales_of(scale_ptr, rows, start // 128, SCALE_BLOCKS)[:, None]
+        if SCALE_BLOCKS:
+            products *= tl.load(scale_ptr + rows * SCALE_BLOCKS + start // 128)[:, None]
+        elif scale_ptr is not None:
+            products *= tl.load(scale_ptr + rows)[:, None]
         sums += products
     out = scaled(tl.sum(sums, axis=1) + bias, SCALE, dtype).to(dtype)
     place = t * N + n

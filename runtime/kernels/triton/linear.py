@@ -23,15 +23,12 @@ __all__ = [
     "LinearConfig",
     "Pending",
     "ROW_CLASSES",
-    "SCALE_BLOCK",
     "STORAGES",
     "reference_linear",
     "reference_norm",
     "row_class",
 ]
 
-SCALE_BLOCK = 128
-"""Input features that share a scale where an output feature has several."""
 ROW_CLASSES = (1, 2, 4)
 """Numbers of rows that kernels are compiled for; fewer rows run in the next larger class."""
 FEW_ROWS = ROW_CLASSES[-1]

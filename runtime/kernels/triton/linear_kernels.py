@@ -460,13 +460,9 @@ def product_of_any_rows(  # type: ignore[no-untyped-def]
     sums = tl.zeros([BLOCK_T, BLOCK_N], tl.float32)
     for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         k = start + tl.arange(0, BLOCK_K)
-        if EVEN:
-            x = tl.load(x_rows + k[None, :], mask=there, other=0.0)
-            w = tl.load(w_rows + k[:, None])
-        else:
-            inside = k < K
-            x = tl.load(x_rows + k[None, :], mask=there & inside[None, :], other=0.0)
-            w = tl.load(w_rows + k[:, None], mask=inside[:, None], other=0)
+        x_mask = there if EVEN else there & (k < K)[None, :]
+        x = tl.load(x_rows + k[None, :], mask=x_mask, other=0.0)
+        w = load_tile(w_rows + k[:, None], (k < K)[:, None], EVEN)
         w = as_operand(w, STORAGE, NATIVE_FP8, dtype)
         if SCALE_BLOCKS:
             scales = tl.load(scale_ptr + weight_n * SCALE_BLOCKS + start // 128)

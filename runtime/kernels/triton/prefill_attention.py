@@ -387,6 +387,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
                     weights *= load_scales(value_scales_ptr, scales_at, stored)[None, :]
             acc = tl.dot(weights.to(weight_dtype), v, acc * shrink[:, None], input_precision="ieee")
 
+    columns = (e < E)[None, :]
     if SPLIT:
         largest, total, acc = _merged(
             whole_largest, whole_total, whole_acc, largest, total, acc, unit
@@ -396,19 +397,11 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
         cell = (token * (GROUP * G) + head) * parts + tl.program_id(2)
         tl.store(m_ptr + cell, largest, mask=partly)
         tl.store(l_ptr + cell, total, mask=partly)
-        tl.store(
-            acc_ptr + cell[:, None] * E + e[None, :],
-            acc,
-            mask=partly[:, None] & (e < E)[None, :],
-        )
+        tl.store(acc_ptr + cell[:, None] * E + e[None, :], acc, mask=partly[:, None] & columns)
         inside &= alone
         total = tl.where(alone, total, 1.0)
-    out_at = out_ptr + token * (GROUP * G * E) + head * E
-    tl.store(
-        out_at[:, None] + e[None, :],
-        (acc / total[:, None]).to(dtype),
-        mask=inside[:, None] & (e < E)[None, :],
-    )
+    out_at = (out_ptr + token * (GROUP * G * E) + head * E)[:, None] + e[None, :]
+    tl.store(out_at, (acc / total[:, None]).to(dtype), mask=inside[:, None] & columns)
 
 
 @triton.jit

@@ -23,8 +23,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..weights.stored import FP8_BLOCK
 from .kernel_calls import compute_capability
-from .linear import SCALE_BLOCK, STORAGES, GpuLinear
+from .linear import STORAGES, GpuLinear
 
 __all__ = [
     "CacheViews",
@@ -203,7 +204,7 @@ def kernel_weight(linear: GpuLinear) -> tuple[Tensor, dict[str, Any]]:
     storage = STORAGES[weight.dtype]
     blocks = 0
     if linear.scales is not None and linear.scales.dim() == 2:
-        blocks = -(-weight.shape[1] // SCALE_BLOCK)
+        blocks = -(-weight.shape[1] // FP8_BLOCK)
     constants = {"STORAGE": storage, "NATIVE_FP8": fp8_is_native(), "SCALE_BLOCKS": blocks}
     return (weight.view(torch.uint8) if storage == "fp8" else weight), constants
 

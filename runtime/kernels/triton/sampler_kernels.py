@@ -15,7 +15,7 @@ stay in registers (`_highest_that_holds`). A pass settles two bits with three te
 
 Lane b of a verify step follows the token `inputs[b]`; N lanes belong to a row, the first of which
 follows its newest token and the others its drafts. Lanes of padding come last, with another row.
-While lanes are drawn, the counts of a row are those of the tokens before the step: each lane adds
+While lanes are drawn, the counts of a row include the tokens before the step only: each lane adds
 the drafts that precede it to what it reads. In the end the last lane of the row counts what was
 accepted. See `sample_drafted` in `runtime/sampling/`.
 
@@ -163,8 +163,8 @@ def _quarter(held, lo, hi, at_1, at_2, at_3):  # type: ignore[no-untyped-def]
 def _highest_that_holds(  # type: ignore[no-untyped-def]
     lo, goal, found_ptr, listed, BY_COUNT: tl.constexpr, SUB: tl.constexpr, CAP: tl.constexpr
 ):  # fmt: skip
-    """The highest bit pattern from `lo` to that of 1 from which weights hold `goal`, float64: as
-    many, if `BY_COUNT`, else a mass. At `lo` they do, and all of them are in listed runs. At
+    """The highest bit pattern from `lo` to 1.0 from which weights hold `goal`, float64: as many, if
+    `BY_COUNT`, else a mass. At `lo` they do, and all of them are in listed runs. At
     `found_ptr` there is room for CAP int32."""
     count = listed[2]
     hi = tl.full([], _ONE + 1, tl.int32)
@@ -268,6 +268,13 @@ def _penalised(reals_ptr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _run_maxima(x, RUNS: tl.constexpr, SUB: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The largest of each run, -inf for NaN, and the largest of all."""
+    maxima = tl.max(tl.reshape(tl.where(x == x, x, float("-inf")), [RUNS, SUB]), 1)
+    return maxima, tl.max(maxima, 0)
+
+
+@triton.jit
 def chunk_statistics(  # type: ignore[no-untyped-def]
     logits_ptr, reals_ptr, integers_ptr, counts_ptr, rows_ptr, positions_ptr, wanted_ptr,
     raw_maxima_ptr, maxima_ptr, sums_ptr, raw_chunks_ptr, raw_totals_ptr, chunks_ptr, inputs_ptr,
@@ -297,9 +304,7 @@ def chunk_statistics(  # type: ignore[no-untyped-def]
         words_ptr += tl.load(mask_rows_ptr + b) * words_stride
         raw, restricted = masked_chunk(raw, words_ptr, chunk, token, V, BLOCK)
         tl.store(restricted_ptr + place, restricted)
-    numbers = tl.where(raw == raw, raw, float("-inf"))
-    maxima = tl.max(tl.reshape(numbers, [RUNS, SUB]), 1)
-    most = tl.max(maxima, 0)
+    maxima, most = _run_maxima(raw, RUNS, SUB)
     tl.store(raw_maxima_ptr + run, maxima)
     tl.store(raw_chunks_ptr + place, most)
     tl.store(raw_totals_ptr + place, tl.sum(tl.exp(raw - _finite_or_zero(most)), 0))
@@ -336,9 +341,7 @@ def chunk_statistics(  # type: ignore[no-untyped-def]
         wanted -= tl.load(reals_ptr + 5) * outputs.to(tl.float32)
     tl.store(wanted_ptr + token, wanted)
 
-    numbers = tl.where(wanted == wanted, wanted, float("-inf"))
-    maxima = tl.max(tl.reshape(numbers, [RUNS, SUB]), 1)
-    most = tl.max(maxima, 0)
+    maxima, most = _run_maxima(wanted, RUNS, SUB)
     temperature = tl.load(reals_ptr)
     divisor = tl.where(temperature == 0.0, 1.0, temperature)
     weights = _weigh(wanted, _finite_or_zero(most), divisor)

@@ -5,7 +5,7 @@ a key), D the width of a key (V, or latent and rotated part), S splits.
 
 A program computes one kv head of one row over one of S runs of its positions ("flash decoding",
 Dao et al. 2023; the running softmax is from Milakov and Gimelshein 2018). The heads of a group
-share the keys that it loads. S is fixed when a step is captured, the length of a run is that of
+share the keys that it loads. S is fixed when a step is captured, the length of a run depends on
 the row when the step runs: the tiles of the positions that the row sees (of its window, if it has
 one) are dealt in equal runs, so short rows leave the last splits empty. What the splits found is
 put together by the program that is done last (`combine_as_last`), or by `combine_splits`.
