@@ -123,24 +123,18 @@ class Mixture:
 Fused = NormLinear | Attention | ResidualLinear | Activation | Mixture
 
 _PATTERNS: list[tuple[tuple[type[Operation], ...], Callable[..., Fused]]] = [
-    ((Norm, Linear, Activate), NormLinear),
-    ((Norm, Linear), NormLinear),
     ((QKNorm, Rotate, Attend), Attention),
     ((Rotate, Attend), partial(Attention, None)),
     ((Linear, Norm, Residual), lambda linear, norm, residual: ResidualLinear(linear, norm)),
     ((Linear, Residual), lambda linear, residual: ResidualLinear(linear, None, residual.scale)),
     ((Activate,), Activation),
+    ((Norm, Linear, Activate), NormLinear),
+    ((Norm, Linear), NormLinear),
     ((Norm, Experts, Residual), lambda norm, op, residual: Mixture(norm, op, None, residual.scale)),
     ((Norm, Experts, Norm, Residual), lambda *operations: Mixture(*operations[:3])),
 ]
-"""The first that fits the next operations of a layer is one kernel."""
-_OF_HIDDEN_STATES: list[tuple[tuple[type[Operation], ...], Callable[..., Fused]]] = [
-    ((Linear, Activate), partial(NormLinear, None)),
-    ((Linear,), partial(NormLinear, None)),
-    ((Experts, Residual), lambda op, residual: Mixture(None, op, None, residual.scale)),
-    ((Experts, Norm, Residual), lambda op, norm, residual: Mixture(None, op, norm)),
-]
-"""Tried after these where the value is the hidden states: of layers that norm only outputs."""
+"""The first that fits the next operations of a layer is one kernel. Where the value is the hidden
+states, the norm that it begins with may be missing: some layers norm only outputs."""
 
 
 def _taken(kinds: tuple[type[Operation], ...], operations: Sequence[Operation]) -> list[Operation]:
@@ -177,19 +171,22 @@ def fuse(layer: LayerPlan) -> tuple[Fused, ...]:
     left, found = list(layer.operations), list[Fused]()
     while left:
         of_hidden = not found or isinstance(found[-1], ResidualLinear | Mixture)
-        for kinds, make in _PATTERNS + (_OF_HIDDEN_STATES if of_hidden else []):
-            if taken := _taken(kinds, left):
+        for kinds, make in _PATTERNS:
+            taken, missing = _taken(kinds, left), []
+            if not taken and of_hidden and kinds[0] is Norm:
+                taken, missing = _taken(kinds[1:], left), [None]
+            if taken:
                 parts = [op for op in taken if not isinstance(op, AllReduce)]
                 if kinds[-2:] == (Norm, Residual) and "scale" in parts[-1].traits:
                     raise ValueError("residual with scale after a norm")
-                fused = make(*parts)
+                fused = make(*missing, *parts)
                 if isinstance(fused, ResidualLinear | Mixture):
                     fused = replace(fused, sums=len(parts) < len(taken))
                 break
         else:
             kinds_first = sorted(left, key=lambda op: type(op) in SUPPORTED)
-            missing = (unsupported(op, SUPPORTED) for op in kinds_first)
-            raise ValueError(next(filter(None, missing), left[0].title))
+            reasons = (unsupported(op, SUPPORTED) for op in kinds_first)
+            raise ValueError(next(filter(None, reasons), left[0].title))
         if isinstance(fused, ResidualLinear) and found and isinstance(found[-1], Attention):
             fused = replace(fused, name="output")
         found.append(fused)
