@@ -1,29 +1,37 @@
-"""The processes of a tensor-parallel engine, as one of them sees the group, and their watch.
+"""The processes of a tensor-parallel engine: rank 0 starts the others and sends them messages.
 
-`RankWatch` is a thread of each rank that watches the others: whether they live, move and agree.
-Rank 0 watches all others, and they watch rank 0. A rank that ends, or whose heartbeat stands still,
-ends the group: the watch sets the abort word, which all waiting loops look at. Only time in which
-this process itself runs counts as standing still, so that stopping the whole group does no harm.
+Rank 0 has a socket to every other rank, over which they exchange values while the engine starts,
+and a pipe for messages, because a pipe is faster. A rank without a message spins briefly, because
+the next one of a busy engine follows within microseconds, and then sleeps.
 
-Rank 0 also compares the progress of the others with its own: the checksums of all tokens up to the
-same step.
+Every message contains the checksum of the tokens that rank 0 has read so far. The other ranks
+compare it with that of their own tokens.
 
-Operators that give up set the abort word without a record. The watch then finds the reason before
-it ends a process: a rank has ended, or one did not take part.
+Rank 0 finds out why a group fails: a process has ended (a thread looks ten times a second), a rank
+has sent an error, or an operation has waited for a rank in vain. It ends the operations that wait,
+and kills the other processes.
 """
 
 from __future__ import annotations
 
-import json
+import fcntl
 import logging
 import mmap
 import os
+import pickle
+import select
+import signal
+import subprocess
+import sys
+import termios
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection, Pipe
+from multiprocessing.reduction import recv_handle, send_handle
+from typing import Any, NamedTuple
 from zlib import crc32
 
 from ...cache.memory.handler import MemoryBudgetError
@@ -35,16 +43,16 @@ from ..errors import (
     RankError,
 )
 from ..kernels.ops.collectives import CollectiveFailure
-from .command_ring import RingReader, RingWriter
-from .rank_processes import RankProcess
-from .segment import SharedSegment, open_shared, shared_memory, wake_all
 
-__all__ = ["START_PATIENCE", "RankGroup", "RankWatch"]
+__all__ = ["GROUP_ENDED", "START_SECONDS", "WORKER", "Link", "RankGroup", "start_rank"]
 
 logger = logging.getLogger("stepgraph.runtime")
 
-START_PATIENCE = 60.0
-"""Seconds that a rank may not respond while the engine starts: libraries hold the GIL for long."""
+WORKER = "stepgraph.runtime.engine.startup"
+GROUP_ENDED = 1
+"""Status of a rank that ends because of a failure of the group, its own included."""
+START_SECONDS = 600.0
+"""A rank waits so long for others while engines start: compilers take different times."""
 
 _SAME_ERRORS: dict[str, type[Exception]] = {
     error.__name__: error
@@ -56,20 +64,87 @@ _SAME_ERRORS: dict[str, type[Exception]] = {
 """Errors of a rank that rank 0 raises as they are, while the engine starts."""
 
 _TICK_SECONDS = 0.1
-_JOIN_SECONDS = 120.0
-"""A process may take so long to import and open the segment."""
-_GRACE_SECONDS = 0.3
-"""After the end of a group its other processes may take so long to end by themselves."""
-
+_SPIN_SECONDS = 300e-6
+"""More than the host's part of a step of 64 rows: waking a rank takes tens of microseconds."""
 _EXPLAIN_SECONDS = 0.5
-"""After an operator gave up, a process may take so long to end, or a rank to say what failed."""
+"""After an operation gave up, a process may take so long to end, or a rank to say what failed."""
+_STDERR = 2
 
-KEPT_STEPS = 8192
-"""Steps whose checksums rank 0 keeps for the comparison."""
+
+class _Failure(NamedTuple):
+    """What a rank sends before it ends because of an error."""
+
+    kind: str
+    reason: str
+    waited: CollectiveFailure | None
+    """Why its operations gave up; None: they did not."""
+
+
+class Link(NamedTuple):
+    """The ends of what connects rank 0 with another rank, in one of them."""
+
+    connection: Connection
+    pipe: int
+    """Descriptor: rank 0 writes messages, the other rank reads them."""
+
+    @classmethod
+    def pair(cls) -> tuple[Link, Link]:
+        """Return rank 0's ends and the other rank's."""
+        (ours, theirs), (read, write) = Pipe(), os.pipe()
+        os.set_blocking(write, False)  # a rank may have stopped
+        return cls(ours, write), cls(theirs, read)
+
+    def close(self) -> None:
+        """Close these ends."""
+        self.connection.close()
+        os.close(self.pipe)
+
+
+def start_rank(
+    rank: int, ranks: int, cores: Sequence[int] | None = None
+) -> tuple[Link, subprocess.Popen[bytes]]:
+    """Start the process of a rank, with the import path of this one; return the link to it.
+
+    It writes to the stderr of this process. `cores`: CPUs that it may use; None: all of this
+    process.
+
+    Raises:
+        ConfigError: this process has no Python executable that could be started, or the system
+            starts no more processes.
+    """
+    if not sys.executable:
+        raise ConfigError(
+            "tensor_parallel starts processes of sys.executable, which is not set here"
+        )
+    ours, theirs = Link.pair()
+    passed = theirs.connection.fileno(), theirs.pipe
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", WORKER, *map(str, (*passed, rank, ranks))],
+            stdin=subprocess.DEVNULL,
+            stdout=_STDERR,
+            stderr=_STDERR,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            pass_fds=passed,
+        )
+    except OSError as error:
+        ours.close()
+        raise ConfigError(
+            f"the process of rank {rank} cannot be started: {error}. tensor_parallel needs one"
+            " for each rank"
+        ) from error
+    finally:
+        theirs.close()
+    if cores is not None:
+        try:
+            os.sched_setaffinity(process.pid, cores)
+        except OSError as error:
+            logger.info("rank %d has no cores of its own: %s", rank, error)
+    return ours, process
 
 
 class RankGroup:
-    """Rank `rank` of `ranks`: exchanges at start, commands from rank 0, and the end of the group.
+    """Rank `rank` of `ranks`: exchanges between all ranks, messages from rank 0, and their end.
 
     Raises of all waiting methods:
         RankError: a rank ended, did not respond in time, failed or disagrees.
@@ -77,306 +152,300 @@ class RankGroup:
 
     def __init__(
         self,
-        memory: mmap.mmap,
         rank: int,
         ranks: int,
-        children: Sequence[RankProcess] = (),
+        links: Sequence[Link],
+        processes: Sequence[subprocess.Popen[bytes]] = (),
     ) -> None:
-        """Join a group whose segment is mapped at `memory`, and begin to watch it."""
-        self.rank = rank
-        self.ranks = ranks
-        self.segment = segment = SharedSegment(memory, ranks)
-        self._exchanges = 0
-        self._steps = self._checksum = 0
-        self.timeout = START_PATIENCE
+        """Join a group.
+
+        Args:
+            rank: of this process.
+            ranks: of the group.
+            links: rank 0: to all others, in their order; other ranks: to rank 0.
+            processes: rank 0: of the others, which it watches.
+        """
+        self.rank, self.ranks = rank, ranks
+        self._owner = os.getpid()
+        self.collectives: Any = None
+        """This rank's; their `failure` names the rank that they timed out on. None at first."""
+        self.steps = self.checksum = 0
+        """Steps whose tokens were checked in, and the CRC32 of these tokens."""
+        self.timeout = START_SECONDS
         self._serves = False
-        self.watch = RankWatch(segment, rank, children)
-        self.writer = RingWriter(segment, self.check)
-        self.reader = RingReader(segment, rank, self.check)
-        segment.of_rank[rank].process = os.getpid()
-        self.watch.start()
-        self._end = weakref.finalize(self, _abandon, self.watch, rank)
+        self._links, self._processes = links, processes
+        self._failed, self._closed = threading.Event(), threading.Event()
+        self._failures: dict[int, _Failure] = {}
+        self._suspect: tuple[int, str] | None = None
+        self._reason: tuple[type[Exception], str] | None = None
+        self._lock = threading.Lock()  # two threads may look for the reason
+        self._arrivals = select.poll()
+        self._unread = bytearray()
+        if rank:
+            self._arrivals.register(links[0].pipe, select.POLLIN)
+        else:
+            self._end = weakref.finalize(self, _kill, processes, os.getpid())
+            self._watch = threading.Thread(
+                target=_watch,
+                args=(weakref.ref(self), self._closed),
+                name="stepgraph-ranks",
+                daemon=True,
+            )
+            self._watch.start()
+
+    @property
+    def failed(self) -> bool:
+        """Rank 0: whether the group has failed."""
+        return self._failed.is_set()
 
     def check(self) -> None:
-        """Raise the reason why the group has ended, if it has."""
-        if not self.segment.aborted:
-            return
-        record = self.watch.reason()
-        kind: type[Exception] = RankError
-        if not self._serves:
-            kind = _SAME_ERRORS.get(record.get("kind", ""), RankError)
-        raise kind(f"rank {record['rank']}: {record['reason']}")
+        """Raise the reason why the group has failed, if it has."""
+        if self._failed.is_set():
+            raise self._find_reason()
 
     def exchange(self, value: Any) -> list[Any]:
-        """Send a JSON value to all ranks, and return the values of all, in the order of ranks.
+        """Send a value to all ranks, and return the values of all, in the order of ranks.
 
         All ranks call it in the same order.
         """
-        self._exchanges += 1
-        number = self._exchanges
-        self.segment.send(self.rank, number, json.dumps(value).encode())
-        pause = 50e-6
-        while any(words.arrived < number for words in self.segment.of_rank):
+        if self.rank:
+            self._links[0].connection.send(value)
+            values: list[Any] = self._links[0].connection.recv()
+            return values
+        values = [value]
+        for rank, (connection, _) in enumerate(self._links, 1):
+            late = time.monotonic() + START_SECONDS
+            while not connection.poll(_TICK_SECONDS):
+                if time.monotonic() > late:
+                    self.abort(rank, f"it has not responded for {START_SECONDS:g} s")
+                self.check()
+            try:
+                values.append(connection.recv())
+            except (EOFError, OSError):
+                self.abort(rank, "it has ended")
+            if isinstance(values[-1], _Failure):
+                self._failures[rank] = values[-1]
+                self.abort()
             self.check()
-            time.sleep(pause)
-            pause = min(2 * pause, 5e-3)
-        return [json.loads(self.segment.received(rank, number)) for rank in range(self.ranks)]
+        for rank, (connection, _) in enumerate(self._links, 1):
+            with self._broken_link(rank):
+                connection.send(values)
+        return values
 
     def shared_memory(self, nbytes: int) -> mmap.mmap:
         """Return memory that all ranks share, zeroed at first. All ranks call it.
 
-        It lives until the last rank releases it.
+        It has no name in any file system, and lives until the last rank releases it.
         """
-        if self.rank == 0:
-            memory, descriptor = shared_memory(nbytes)
-            self.exchange(descriptor)
-            self.exchange(None)  # all have opened it
+        if self.rank:
+            descriptor = recv_handle(self._links[0].connection)
+        else:
+            descriptor = os.memfd_create("stepgraph-ranks", os.MFD_CLOEXEC)
+            os.ftruncate(descriptor, nbytes)
+            for rank, (connection, _) in enumerate(self._links, 1):
+                with self._broken_link(rank):
+                    send_handle(connection, descriptor, None)
+                # The application may have set a default timeout, which `send_handle` applies.
+                os.set_blocking(connection.fileno(), True)
+        try:
+            return mmap.mmap(descriptor, nbytes)
+        finally:
             os.close(descriptor)
-            return memory
-        memory = open_shared(self.segment.of_rank[0].process, self.exchange(None)[0], nbytes)
-        self.exchange(None)
-        return memory
 
     def serve(self, timeout: float) -> None:
-        """Let no rank stand still for longer than `timeout` seconds from now on."""
+        """Let no rank wait for another one longer than `timeout` seconds from now on."""
         self.timeout, self._serves = timeout, True
-        self.watch.patience = timeout
 
-    def check_commands_taken(self) -> None:
-        """Rank 0: raise `RankError` if a rank has not read all commands. End the group then."""
-        segment = self.segment
-        for rank in range(1, self.ranks):
-            if segment.of_rank[rank].consumed < segment.published:
-                self.watch.abort(rank, f"it has not taken a command for {self.timeout:g} s")
-        self.check()
+    def send(self, *message: object) -> None:
+        """Rank 0: send a message to all other ranks, in order."""
+        if self._failed.is_set():
+            self.check()
+        data = pickle.dumps((self.steps, self.checksum, message))
+        data = len(data).to_bytes(4, "little") + data
+        for rank, link in enumerate(self._links, 1):
+            with self._broken_link(rank):
+                rest = memoryview(data)
+                while rest:
+                    try:
+                        rest = rest[os.write(link.pipe, rest) :]
+                    except BlockingIOError:  # the pipe is full
+                        if not select.select((), [link.pipe], (), self.timeout)[1]:
+                            raise
+
+    def receive(self) -> tuple[int, int, tuple[Any, ...]]:
+        """Wait for a message; return rank 0's `steps` and `checksum`, and the message."""
+        unread, pipe = self._unread, self._links[0].pipe
+        while True:
+            size = 4 + int.from_bytes(unread[:4], "little")
+            if len(unread) >= max(size, 5):
+                break
+            spin_until = time.perf_counter() + _SPIN_SECONDS
+            while not self._arrivals.poll(0) and time.perf_counter() < spin_until:
+                pass
+            if not (data := os.read(pipe, 1 << 16)):
+                raise RankError("rank 0 has ended")
+            unread += data
+        steps, checksum, message = pickle.loads(bytes(unread[4:size]))
+        del unread[:size]
+        return steps, checksum, message
 
     def check_in(self, tokens: bytes) -> None:
-        """Add the tokens of a step to the checksum that rank 0 compares."""
-        self._steps += 1
-        self._checksum = crc32(tokens, self._checksum)
-        self.watch.checksums[self._steps % KEPT_STEPS] = self._checksum
-        progress = (self._steps & 0xFFFFFFFF) << 32 | self._checksum
-        self.segment.of_rank[self.rank].progress = progress
+        """Add the tokens of a step to the checksum."""
+        self.steps += 1
+        self.checksum = crc32(tokens, self.checksum)
 
-    def fail(self, error: BaseException) -> None:
-        """End the group because of an error on this rank, unless the error is that it has ended."""
-        operators = self.watch.record_operators()
-        if not (self.segment.aborted and (operators or isinstance(error, RankError))):
-            kind = type(error).__name__
-            known = kind in _SAME_ERRORS or isinstance(error, RankError)
-            reason = str(error) if known else f"{kind}: {error}"
-            self.watch.abort(self.rank, reason, kind=kind)
+    def check_messages_taken(self) -> None:
+        """Rank 0: raise `RankError` if a rank has not read all messages. End the group then."""
+        for rank, link in enumerate(self._links, 1):
+            if any(fcntl.ioctl(link.pipe, termios.FIONREAD, bytes(4))):
+                self.abort(rank, f"it has not taken a message for {self.timeout:g} s")
+        self.check()
+
+    def abort(self, rank: int | None = None, reason: str = "") -> None:
+        """Rank 0: end the group, and the operations that wait.
+
+        `reason` says what `rank` did; it counts if no process has ended or sent an error.
+        """
+        if rank is not None and self._suspect is None:
+            self._suspect = rank, reason
+        self._failed.set()
+        if self.collectives is not None:
+            self.collectives.abort()
+
+    def report(self, error: BaseException) -> None:
+        """Another rank than 0: send the error that ends it."""
+        kind = type(error).__name__
+        known = kind in _SAME_ERRORS or isinstance(error, RankError)
+        reason = str(error) if known else f"{kind}: {error}"
+        failure = getattr(self.collectives, "failure", None)
+        with suppress(OSError):
+            self._links[0].connection.send(_Failure(kind, reason, failure))
 
     def end(self, error: BaseException) -> BaseException:
-        """End the group because an operation of this rank failed; return the failure to report.
+        """Rank 0: end the group because of an error here; return the failure to report.
 
         That is a `RankError` if the error follows from the failure of another rank.
         """
-        follows = self.watch.record_operators() or self.segment.aborted
-        self.fail(error)
+        follows = self.failed or getattr(self.collectives, "failure", None) is not None
+        if not follows:
+            self._reason = RankError, f"rank 0: {type(error).__name__}: {error}"
+        self.abort()
         if not follows:
             return error
-        try:
-            self.check()
-        except Exception as reason:
-            if str(reason) != str(error):
-                reason.__cause__ = error
-            return reason
-        raise AssertionError("an aborted group has a reason")
+        reason = self._find_reason()
+        if str(reason) == str(error):
+            return error
+        reason.__cause__ = error
+        return reason
 
     def close(self) -> None:
         """End the processes that this one started. Idempotent.
 
-        Commands must have told them to end: those that have not within the timeout are killed.
+        Messages must have told them to end: those that have not within the timeout are killed.
         """
-        if not self._end.alive:
+        if self.rank or self._closed.is_set() or os.getpid() != self._owner:
             return
-        self._end.detach()
-        self.watch.stop()
-        self.watch.end_children(_GRACE_SECONDS if self.segment.aborted else self.timeout)
+        self._closed.set()
+        if self._watch is not threading.current_thread():
+            self._watch.join()
+        until = time.monotonic() + (0.0 if self.failed else self.timeout)
+        for rank, process in enumerate(self._processes, 1):
+            try:
+                process.wait(max(0.0, until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                if not self.failed:
+                    logger.warning("rank %d did not end and is killed", rank)
+        self._end()
+        for link in self._links:
+            link.close()
 
+    @contextmanager
+    def _broken_link(self, rank: int) -> Iterator[None]:
+        """End the group if a rank takes no messages."""
+        try:
+            yield
+        except OSError as error:
+            self.abort(rank, f"it takes no message: {error}")
+            self.check()
 
-def _abandon(watch: RankWatch, rank: int) -> None:
-    """End the group of an engine that was not closed."""
-    if not watch.owned:
-        return
-    watch.abort(rank, "its engine was not closed")
-    watch.stop()
-    watch.end_children()
+    def _find_reason(self) -> Exception:
+        """Return why the group has failed. Looks for the cause for a moment, once.
 
-
-class RankWatch:
-    """Watches a group for one of its ranks."""
-
-    def __init__(self, segment: SharedSegment, rank: int, children: Sequence[RankProcess]) -> None:
-        """Watch from `start` to `stop`; `children` are the other ranks, which rank 0 started."""
-        self.collectives: Any = None
-        """This rank's; their `failure` names the rank that they timed out on. None at first."""
-        self.checksums = [0] * KEPT_STEPS
-        """Rank 0: the checksum after step n at index n modulo `KEPT_STEPS`."""
-        self.on_abort: Callable[[], None] | None = None
-        """Called in this thread once the group has ended, unless the watch was stopped before."""
-        self.patience = START_PATIENCE
-        """With each rank, from its next heartbeat on: the last one before may be old, since a rank
-        that starts can stand still for long."""
-        self._segment = segment
-        self._rank = rank
-        self._children = children
-        self._reason: dict[str, Any] | None = None
-        self._lock = threading.Lock()
-        """Of the reason and the processes, which two threads look for."""
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="stepgraph-ranks", daemon=True)
-        self._owner, self._parent = os.getpid(), os.getppid()
-
-    @property
-    def owned(self) -> bool:
-        """Whether this is the process that watches, and no forked child of it."""
-        return self._owner == os.getpid()
-
-    def start(self) -> None:
-        """Begin to watch."""
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Watch no longer. Idempotent; does nothing in a forked child."""
-        if not self.owned:
-            return
-        self._stopped.set()
-        if self._thread is not threading.current_thread() and self._thread.is_alive():
-            self._thread.join()
-
-    def end_children(self, grace: float = _GRACE_SECONDS) -> None:
-        """Kill the children that have not ended by themselves in `grace` seconds. Idempotent."""
-        if not self.owned:
-            return
-        until = time.monotonic() + grace
-        for child in self._children:
-            ended = child.wait(max(0.0, until - time.monotonic()))
-            if not (ended or self._segment.aborted):
-                logger.warning("rank %d did not end and is killed", child.rank)
-            child.end()
-
-    def abort(self, rank: int, reason: str, **more: object) -> None:
-        """End the group because of a rank, and wake those that wait."""
-        self._segment.abort(self._rank, {"rank": rank, "reason": reason, **more})
-        wake_all(self._segment.messages_address)
-
-    def record_operators(self) -> bool:
-        """Return whether operators of this rank have failed; record the rank they waited for."""
-        failure: CollectiveFailure | None = getattr(self.collectives, "failure", None)
-        if failure is not None and not failure.ended_before:
-            self.abort(failure.rank, failure.reason, waited=True)
-        return failure is not None
-
-    def reason(self) -> dict[str, Any]:
-        """Return why the group has ended. Rank 0 looks for the cause for a moment, once.
-
-        A rank that operators waited for may have ended, or may say what failed.
+        A rank that operations waited for may have ended, or may say what failed.
         """
         with self._lock:
-            until = time.monotonic() + (0.0 if self._rank else _EXPLAIN_SECONDS)
+            until = time.monotonic() + _EXPLAIN_SECONDS
             while self._reason is None:
-                self._reason = self._find_reason(late=time.monotonic() > until)
+                self._reason = self._cause(late=time.monotonic() > until)
                 if self._reason is None:
                     time.sleep(_EXPLAIN_SECONDS / 20)
-            return self._reason
+            kind, text = self._reason
+            return kind(text)
 
-    def _find_reason(self, *, late: bool) -> dict[str, Any] | None:
-        """Return the record of the cause, or if it is late the best guess."""
-        ended = [(child, failure) for child in self._children if (failure := child.failure())]
-        for child, failure in ended:
-            if not child.ended_by_itself:
-                return {"rank": child.rank, "reason": failure}
-        self.record_operators()
-        records = self._segment.abort_records()
-        found = [record for record in records if "waited" not in record]
-        if late:  # ranks also end by themselves once the group is aborted
-            found += [*records, *({"rank": child.rank, "reason": text} for child, text in ended)]
-            reason = "gave up waiting for another rank in an operation"
-            found.append({"rank": self._segment.aborted_by, "reason": reason})
-        return found[0] if found else None
+    def _cause(self, *, late: bool) -> tuple[type[Exception], str] | None:
+        """Return the cause, or if it is late the best guess."""
+        waited: list[CollectiveFailure | None] = [getattr(self.collectives, "failure", None)]
+        guesses: list[tuple[int, str]] = []
+        for rank, process in enumerate(self._processes, 1):
+            status = process.poll()  # before its last messages
+            self._receive_failures(rank)
+            failure = self._failures.get(rank)
+            if failure is not None:
+                if failure.waited is None:
+                    kinds = {} if self._serves else _SAME_ERRORS
+                    return kinds.get(failure.kind, RankError), f"rank {rank}: {failure.reason}"
+                waited.append(failure.waited)
+                guesses.append((rank, failure.reason))
+            elif status is not None:
+                return RankError, f"rank {rank}: process {process.pid} {_how(status)}"
+        if not late:
+            return None
+        first = [(w.rank, w.reason) for w in waited if w is not None and not w.ended_before]
+        if self._suspect is not None:
+            first.append(self._suspect)
+        rank, reason = [*first, *guesses, (0, "gave up waiting for another rank")][0]
+        return RankError, f"rank {rank}: {reason}"
 
-    def _run(self) -> None:
-        try:
-            self._watch_all()
-        except Exception as error:
-            logger.exception("the thread that watches the ranks failed")
-            self.abort(self._rank, f"its watch failed: {type(error).__name__}: {error}")
-        if not self._stopped.is_set():
-            self.reason()
-            wake_all(self._segment.messages_address)
-            self.end_children()
-            if self.on_abort is not None:
-                self.on_abort()
+    def _receive_failures(self, rank: int) -> None:
+        connection = self._links[rank - 1].connection
+        with suppress(EOFError, OSError):
+            while rank not in self._failures and connection.poll():
+                message = connection.recv()
+                if isinstance(message, _Failure):
+                    self._failures[rank] = message
 
-    def _watch_all(self) -> None:
-        """Watch until `stop`, or the end of the group."""
-        segment = self._segment
-        before = time.monotonic()
-        watched = range(1, segment.ranks) if self._rank == 0 else (0,)
-        ranks = {rank: _Seen(0, before, START_PATIENCE) for rank in watched}
-        while not (self._stopped.wait(_TICK_SECONDS) or segment.aborted):
-            now = time.monotonic()
-            segment.of_rank[self._rank].heartbeat += 1
-            if now - before > 10 * _TICK_SECONDS:  # this process itself stood still
-                for seen in ranks.values():
-                    seen.since = seen.stepped = now
-            before = now
-            with self._lock:
-                for child in self._children:
-                    if (failure := child.failure()) is not None:
-                        self.abort(child.rank, failure)
-            if self._rank and os.getppid() != self._parent:
-                self.abort(0, f"process {segment.of_rank[0].process} has ended")
-            for rank, seen in ranks.items():
-                self._watch(rank, seen, now)
-                if self._rank == 0:
-                    self._compare(rank, seen, now)
+    def _look(self) -> bool:
+        """Look whether all processes run; return whether to look again."""
+        if any(process.poll() is not None for process in self._processes):
+            self.abort()
+        if not self.failed:
+            return True
+        self._find_reason()
+        self._end()
+        return False
 
-    def _watch(self, rank: int, seen: _Seen, now: float) -> None:
-        """End the group if the heartbeat of a rank has stood still for long."""
-        words = self._segment.of_rank[rank]
-        if words.heartbeat != seen.beat:
-            seen.beat, seen.since, seen.patience = words.heartbeat, now, self.patience
+
+def _watch(reference: weakref.ref[RankGroup], closed: threading.Event) -> None:
+    """Watch a group, without keeping it alive."""
+    while not closed.wait(_TICK_SECONDS):
+        group = reference()
+        if group is None or not group._look():
             return
-        process, patience = words.process, seen.patience
-        if not process:
-            patience = max(patience, _JOIN_SECONDS)
-        if now - seen.since > patience:
-            what = f"process {process}" if process else "its process"
-            self.abort(rank, f"{what} has not responded for {patience:g} s")
-
-    def _compare(self, rank: int, seen: _Seen, now: float) -> None:
-        """End the group if a rank has checked in other tokens than rank 0, or fewer for long."""
-        own = self._segment.of_rank[0].progress >> 32
-        step, checksum = divmod(self._segment.of_rank[rank].progress, 1 << 32)
-        if step and own - KEPT_STEPS // 2 < step <= own:
-            expected = self.checksums[step % KEPT_STEPS]
-            if checksum != expected:
-                self.abort(
-                    rank,
-                    f"its tokens differ from rank 0's at step {step}: checksum"
-                    f" {checksum:08x}, and {expected:08x} on rank 0",
-                )
-        if step >= own or step != seen.step:
-            seen.step, seen.stepped = step, now
-        elif now - seen.stepped > seen.patience:
-            self.abort(
-                rank,
-                f"it has not ended step {step + 1} within {seen.patience:g} s after rank 0 did",
-            )
+        del group
 
 
-@dataclass(slots=True)
-class _Seen:
-    """What the watch has seen of a rank."""
+def _kill(processes: Sequence[subprocess.Popen[bytes]], owner: int) -> None:
+    """Kill the processes that run. Nothing in a forked child of the owner."""
+    if os.getpid() == owner:
+        for process in processes:
+            process.kill()
+            process.wait()
 
-    beat: int
-    since: float
-    """When the heartbeat changed, or this process stood still; by `time.monotonic`."""
-    patience: float
-    """Seconds that the heartbeat may stand still."""
-    step: int = 0
-    stepped: float = 0.0
-    """When the rank had last caught up with rank 0, or checked in a step."""
+
+def _how(status: int) -> str:
+    """Return how a process ended."""
+    if status >= 0:
+        return f"ended with status {status}"
+    with suppress(ValueError):
+        return f"was ended by {signal.Signals(-status).name}"
+    return f"was ended by signal {-status}"

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..errors import RankError
 from ..kernels import load_cpu_ops
-from ..kernels.cpu.collectives import all_reduce, gather_columns, region_bytes
+from ..kernels.cpu.collectives import LINE_BYTES, all_reduce, gather_columns, region_bytes
 from ..kernels.ops.collectives import CollectiveFailure
 
 __all__ = ["SharedMemoryCollectives"]
@@ -36,19 +36,16 @@ class SharedMemoryCollectives:
         buffer: mmap.mmap | memoryview,
         rank: int,
         ranks: int,
-        *,
-        abort: memoryview,
         timeout_seconds: float,
     ) -> None:
         """Join a group; builds and loads the C++ operators.
 
         Args:
             buffer: writable shared memory of `bytes_needed` bytes, the same on all ranks, at a
-                multiple of 128 bytes; zero before the first rank joins. It stays exported until
-                the collectives are closed and no stack uses them.
+                multiple of 128 bytes; zero before the first rank joins. It begins with the abort
+                word, and stays exported until the collectives are closed and no stack uses them.
             rank: of this process.
             ranks: of the group, 2 to 64.
-            abort: the group's abort word, 4 bytes of shared memory; 0 until the group fails.
             timeout_seconds: how long an operation waits for another rank.
 
         Raises:
@@ -58,9 +55,12 @@ class SharedMemoryCollectives:
         load_cpu_ops()
         self.rank, self.ranks = rank, ranks
         self._timeout_seconds = timeout_seconds
+        memory = torch.frombuffer(memoryview(buffer), dtype=torch.uint8)  # exported as it lives
+        abort = memory[:4].view(torch.int32)
         self.communicator: int = torch.ops.stepgraph.communicator_create.default(
-            _bytes_of(buffer), _bytes_of(abort).view(torch.int32), rank, ranks, timeout_seconds
+            memory[LINE_BYTES:], abort, rank, ranks, timeout_seconds
         )
+        self._abort_word: Tensor | None = abort
         # A tensor, so that compiled code does not depend on the number.
         self._handle = torch.tensor(self.communicator, device="cpu")
         self._close = weakref.finalize(
@@ -83,7 +83,7 @@ class SharedMemoryCollectives:
         row = hidden_size * dtype.itemsize
         logits = max_num_seqs * -(-vocab_size // ranks) * dtype.itemsize
         most = min(max(max_tokens * row, logits, _SMALLEST_PART), _LARGEST_PART)
-        return region_bytes(ranks, max(row, most))
+        return LINE_BYTES + region_bytes(ranks, max(row, most))
 
     @property
     def timeout_seconds(self) -> float:
@@ -138,11 +138,12 @@ class SharedMemoryCollectives:
         with self.rank_errors():
             return operation(*arguments, self._handle)
 
+    def abort(self) -> None:
+        """End operations under way on all ranks, from any thread."""
+        if (word := self._abort_word) is not None and not word[0]:
+            word[0] = 1 + self.rank
+
     def close(self) -> None:
         """Release the memory, once no stack uses it; operations raise RuntimeError afterwards."""
+        self._abort_word = None
         self._close()
-
-
-def _bytes_of(buffer: mmap.mmap | memoryview) -> Tensor:
-    """The bytes of a buffer, which is exported as long as the tensor lives."""
-    return torch.frombuffer(memoryview(buffer), dtype=torch.uint8)

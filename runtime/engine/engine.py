@@ -203,7 +203,7 @@ class Engine:
             if parts.group is not None:
                 if parts.runner.commands is not None:
                     with suppress(RankError):  # they have ended
-                        parts.runner.commands.call(Command.CLOSE, wake=True)
+                        parts.runner.commands.call(Command.CLOSE)
                 parts.group.close()
             if parts.model.stack is not None:
                 parts.model.stack.close()
@@ -610,7 +610,7 @@ class Engine:
         def change() -> None:
             commands = parts.runner.commands
             if commands is not None:
-                commands.call(Command.RELOAD, new.place, wake=True)
+                commands.call(Command.RELOAD, new.place)
             overwrite()
             if parts.group is not None:
                 agree_on_weights(parts.group, parts.model)
@@ -734,7 +734,7 @@ class Engine:
         loop = self._open_loop
         if self._failure is not None or loop is None:
             return False
-        return loop.group is None or not loop.group.segment.aborted
+        return loop.group is None or not loop.group.failed
 
     def timeline(self) -> Timeline:
         """Return a live view of the times of the last steps.

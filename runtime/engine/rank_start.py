@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from subprocess import Popen
 from typing import TYPE_CHECKING
 from zlib import crc32
 
@@ -13,9 +14,7 @@ import torch
 
 from ...cache.memory.device_memory import DeviceMemory
 from ...cache.memory.handler import MemoryPlan
-from ..distributed.rank_group import START_PATIENCE, RankGroup
-from ..distributed.rank_processes import RankProcess
-from ..distributed.segment import SharedSegment, require_futex, shared_memory
+from ..distributed.rank_group import START_SECONDS, Link, RankGroup, start_rank
 from ..distributed.shared_memory_collectives import SharedMemoryCollectives
 from ..errors import ConfigError, KernelSelfTestError, RankError
 from ..execution.step_functions import on_device
@@ -43,11 +42,6 @@ __all__ = [
     "spawn_group",
     "with_collectives",
 ]
-
-
-_START_SECONDS = 10 * START_PATIENCE
-
-"""An operation waits so long while engines start: compilers of ranks take different times."""
 
 
 def open_nccl(
@@ -87,10 +81,9 @@ def with_collectives(
     """
     if config.device.type == "cuda":
         with on_device(config.device):
-            collectives = open_nccl(group, config.device, _START_SECONDS)
+            collectives = open_nccl(group, config.device, START_SECONDS)
             torch.cuda.empty_cache()  # the memory plan counts what the device has free
-        if group.watch.on_abort is None:  # kernels do not see the abort word of the group
-            group.watch.on_abort = collectives.abort
+        group.collectives = collectives
         return dataclasses.replace(kernels, collectives=collectives)
     nbytes = SharedMemoryCollectives.bytes_needed(
         group.ranks,
@@ -100,14 +93,10 @@ def with_collectives(
         model.vocab_size,
         config.dtype,
     )
-    shared = SharedMemoryCollectives(
-        group.shared_memory(nbytes),
-        group.rank,
-        group.ranks,
-        abort=group.segment.abort_word,
-        timeout_seconds=_START_SECONDS,
+    group.collectives = SharedMemoryCollectives(
+        group.shared_memory(nbytes), group.rank, group.ranks, START_SECONDS
     )
-    return dataclasses.replace(kernels, collectives=shared)
+    return dataclasses.replace(kernels, collectives=group.collectives)
 
 
 @contextmanager
@@ -132,7 +121,12 @@ def ended_by_failures(group: RankGroup | None) -> Iterator[None]:
 def check_can_split(found: Source, config: ResolvedConfig) -> None:
     """Raise `ConfigError` if the model, device or platform does not allow this number of ranks."""
     ranks = config.tensor_parallel
-    require_futex()
+    if sys.platform != "linux":
+        raise ConfigError(
+            f"tensor_parallel={ranks} needs Linux, and this is {sys.platform}: use"
+            " tensor_parallel=1",
+            field="tensor_parallel",
+        )
     check_ranks(plan_of(found.config), ranks)
     if config.device.type != "cuda":
         return
@@ -156,25 +150,20 @@ def spawn_group(found: Source, config: ResolvedConfig) -> RankGroup:
     Raises:
         ConfigError: no process can be started.
     """
-    ranks = config.tensor_parallel
-    memory, descriptor = shared_memory(SharedSegment.nbytes_for(ranks))
-    children: list[RankProcess] = []
-    cores = _cores_of_ranks(config)
+    ranks, cores = config.tensor_parallel, _cores_of_ranks(config)
+    started: list[tuple[Link, Popen[bytes]]] = []
     try:
-        try:
-            for rank in range(1, ranks):
-                arguments = [str(n) for n in (os.getpid(), descriptor, rank, ranks)]
-                children.append(RankProcess(rank, arguments, cores[rank]))
-            group = RankGroup(memory, 0, ranks, children)
-        except BaseException:
-            for child in children:
-                child.end()
-            raise
-        with ended_by_failures(group):
-            fields = dataclasses.asdict(config.user) | {"threads": config.threads}
-            group.exchange({"source": found.place, "config": fields})
-    finally:
-        os.close(descriptor)
+        for rank in range(1, ranks):
+            started.append(start_rank(rank, ranks, cores[rank]))
+    except BaseException:
+        for _, process in started:
+            process.kill()
+            process.wait()
+        raise
+    links, processes = zip(*started, strict=True)
+    group = RankGroup(0, ranks, links, processes)
+    with ended_by_failures(group):
+        group.exchange((found.place, dataclasses.replace(config.user, threads=config.threads)))
     return group
 
 

@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +20,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from importlib.util import find_spec
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -38,9 +40,7 @@ from ...cache.spec import LayerGroup, group_layers
 from ...profiling import ranges
 from ..bounded_repr import bounded_repr, bounded_text
 from ..config import EngineConfig
-from ..distributed.rank_group import RankGroup
-from ..distributed.rank_processes import GROUP_ENDED
-from ..distributed.segment import SharedSegment, open_shared
+from ..distributed.rank_group import GROUP_ENDED, Link, RankGroup
 from ..distributed.shared_memory_collectives import SharedMemoryCollectives
 from ..errors import ConfigError, RankError, StepgraphError, StepPreparationError
 from ..execution.follower import Follower
@@ -434,7 +434,6 @@ def checked_kernels(
         seed = None
         if group is not None:
             fitting = with_collectives(fitting, group, model, config)
-            group.watch.collectives = fitting.collectives
             seed = group.exchange(time.time_ns() % 2**30)[0]
         # A rank whose kernels fail would leave the sums that others wait for.
         required = config.user.kernels == "native" or config.batch_invariant or group is not None
@@ -844,7 +843,7 @@ def make_loop(
     )
     if parts.runner.commands is not None and parts.group is not None:
         timeout = config.rank_timeout
-        parts.runner.commands.call(Command.SERVE, timeout, wake=True)
+        parts.runner.commands.call(Command.SERVE, timeout)
         _serve_ranks(parts, parts.group, timeout)
     return StepLoop(
         scheduler,
@@ -888,31 +887,35 @@ def _load(
     return model.eval()
 
 
+_LOOK_SECONDS = 0.5
+
+
 def main(arguments: list[str]) -> None:
     """Join the group of a parent process, as a rank above 0, and follow it.
 
-    `arguments` are process and descriptor of the shared segment, rank and number of ranks. It ends
-    when rank 0 closes its engine, or with status 1 when the group fails or rank 0 has died.
+    `arguments` are the descriptors of the link to rank 0, rank and number of ranks. It ends when
+    rank 0 closes its engine, or with status 1 when the group fails or rank 0 has died.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes: rank 0 decides
-    process, descriptor, rank, ranks = map(int, arguments)
-    memory = open_shared(process, descriptor, SharedSegment.nbytes_for(ranks))
-    group = RankGroup(memory, rank, ranks)
-    group.watch.on_abort = partial(_exit, GROUP_ENDED)
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    connection, pipe, rank, ranks = map(int, arguments)
+    group = RankGroup(rank, ranks, [Link(Connection(connection), pipe)])
     try:
-        task = group.exchange(None)[0]
-        fields = task["config"]
-        buckets = None if fields["buckets"] is None else tuple(fields["buckets"])
-        config = EngineConfig(**fields | {"buckets": buckets})
-        found, resolved = resolved_source(task["source"], config)
+        found, resolved = resolved_source(*group.exchange(None)[0])
         follow(*of_rank(found, resolved, group), group)
     except BaseException as error:
         if not isinstance(error, RankError):
             traceback.print_exc()
-        group.fail(error)
+        group.report(error)
         _exit(GROUP_ENDED)
-    group.close()
     _exit(0)
+
+
+def _end_with(parent: int) -> None:
+    """End this process once its parent, rank 0, has ended, also while an operation waits."""
+    while os.getppid() == parent:
+        time.sleep(_LOOK_SECONDS)
+    _exit(GROUP_ENDED)
 
 
 def _exit(status: int) -> None:

@@ -51,14 +51,13 @@ class Follower:
         """
         self._runner = runner
         self._group = group
-        self._reload = reload
         self._arrays: dict[InputBuffer, object] = {
             name: buffers.arrays(type(buffers.device))
             for name, buffers in runner.input_buffers.items()
         }
         self._keys: dict[bytes, tuple[StepKey, int, bool]] = {}
         self._pending: deque[_Pending] = deque()
-        self._checked = 0
+        self._launched = 0
         self._apply: dict[int, Callable[..., None]] = {
             Command.INPUTS: self._inputs,
             Command.ROW: self._row,
@@ -68,7 +67,7 @@ class Follower:
             Command.FORCE_TOKEN: runner.force_token,
             Command.SCORE: runner.scorer.run,
             Command.PADDING: runner.place_padding,
-            Command.RELOAD: self._reload_weights,
+            Command.RELOAD: reload,
             Command.SERVE: serve,
         }
 
@@ -78,10 +77,8 @@ class Follower:
         Raises:
             RankError: the group has failed.
         """
-        reader = self._group.reader
-        reader.on_idle = self._check_in_arrived
         while True:
-            kind, payload = reader.receive()
+            kind, payload = self._receive()
             if kind == Command.CLOSE:
                 return
             if kind == Command.RUN:
@@ -106,8 +103,8 @@ class Follower:
             self._group.check_in(runner.checked_tokens(runner.run(key), lanes))
             return
         while len(self._pending) >= OUTPUT_SETS:  # whose buffers are used again
-            self._check_in(self._pending.popleft())
-        number, self._checked = self._checked, self._checked + 1
+            self._check_in_first()
+        number, self._launched = self._launched, self._launched + 1
         output = runner.outputs.copy_async(number, key.phase, runner.run(key))
         arrived = runner.outputs.record_event(number, None)
         assert arrived is not None
@@ -116,7 +113,7 @@ class Follower:
     def _receive_masks(self) -> None:
         """Apply what rank 0 sends within a step, up to its masks."""
         while True:
-            kind, payload = self._group.reader.receive()
+            kind, payload = self._receive()
             if kind not in (Command.INPUTS, Command.MASKS):
                 raise RankError(
                     f"rank {self._group.rank} awaits token masks, and rank 0 sent the command"
@@ -131,28 +128,24 @@ class Follower:
     ) -> None:
         masks = self._runner.followed_masks
         assert masks is not None, "this rank has no token masks"
-        self._check_in_all()  # they may have yet to copy the masks of the host
         masks.write(allowed, written, values, tokens_per_row)
 
-    def _check_in(self, step: _Pending) -> None:
+    def _receive(self) -> tuple[int, bytes]:
+        """Receive a command, and check in the steps that rank 0 has read before it."""
+        steps, checksum, command = self._group.receive()
+        while self._group.steps < steps:
+            self._check_in_first()
+        if self._group.steps == steps and self._group.checksum != checksum:
+            raise RankError(
+                f"its tokens differ from rank 0's at step {steps}: checksum"
+                f" {self._group.checksum:08x}, and {checksum:08x} on rank 0"
+            )
+        return command
+
+    def _check_in_first(self) -> None:
+        step = self._pending.popleft()
         step.arrived.synchronize()
-        self._runner.check_peers()
         self._group.check_in(self._runner.checked_tokens(step.output, step.lanes))
-
-    def _check_in_arrived(self) -> bool:
-        """Check in the steps that have ended; return whether there are others under way."""
-        while self._pending and self._pending[0].arrived.query():
-            self._check_in(self._pending.popleft())
-        return bool(self._pending)
-
-    def _check_in_all(self) -> None:
-        """Wait for the steps under way, of which rank 0 has launched all parts."""
-        while self._pending:
-            self._check_in(self._pending.popleft())
-
-    def _reload_weights(self, source: str) -> None:
-        self._check_in_all()  # rank 0 has read them, and does not wait for long
-        self._reload(source)
 
     def _inputs(self, buffer: InputBuffer, updates: int, names: list[str], *values: _Array) -> None:
         runner = self._runner

@@ -119,7 +119,7 @@ class PromptScorer:
         On all ranks of a tensor-parallel group.
         """
         if self._commands is not None:
-            self._commands.call(Command.SCORE, starts, stop, num_top, wake=True)
+            self._commands.call(Command.SCORE, starts, stop, num_top)
         with (
             on_device(self.hidden.device),
             dependent_launch(self._model.kernels.dependent_launch),

@@ -45,16 +45,13 @@ class Command(IntEnum):
 
 
 class CommandSender:
-    """Sends the commands of a runner. Every method publishes one, before the runner applies it.
-
-    Commands that only set up a step do not wake a rank that sleeps: the step does.
-    """
+    """Sends the commands of a runner. Every method publishes one, before the runner applies it."""
 
     def __init__(self, group: RankGroup) -> None:
         """Send to the ranks of a group, of which this is rank 0."""
         assert group.rank == 0
         self.group = group
-        self._send = group.writer.send
+        self._send = group.send
         self._runs: dict[tuple[StepKey, int, bool], bytes] = {}
 
     def run(self, key: StepKey, lanes: int, *, awaits_masks: bool = False) -> None:
@@ -94,7 +91,7 @@ class CommandSender:
         Afterwards write the first `updates` of `table_updates` into the block tables.
         """
         values = [getattr(arrays, name)[:count] for name, count in counts.items()]
-        self._send(Command.INPUTS, pack([buffer, updates, [*counts]], values), wake=False)
+        self._send(Command.INPUTS, pack([buffer, updates, [*counts]], values))
 
     def row(self, row: int, rope_length: int, parameters: RowParameters) -> None:
         """Assign a row to a request."""
@@ -102,11 +99,11 @@ class CommandSender:
         if (counts := parameters.token_counts) is not None:
             used = counts.nonzero()[:, 0]
             arrays += [used.numpy(), counts[used].numpy()]
-        self._send(Command.ROW, pack([row, rope_length], arrays), wake=False)
+        self._send(Command.ROW, pack([row, rope_length], arrays))
 
-    def call(self, command: Command, *arguments: object, wake: bool = False) -> None:
+    def call(self, command: Command, *arguments: object) -> None:
         """Apply a command whose arguments are numbers, strings and lists of them."""
-        self._send(command, pack(arguments), wake=wake)
+        self._send(command, pack(arguments))
 
 
 def pack(arguments: Sequence[object], arrays: Sequence[_Array] = ()) -> bytes:

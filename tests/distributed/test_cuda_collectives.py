@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from stepgraph.runtime.distributed.rank_group import RankGroup
-from stepgraph.runtime.distributed.segment import SharedSegment, shared_memory
+from stepgraph.runtime.distributed.rank_group import Link, RankGroup
 from stepgraph.runtime.engine.rank_start import open_nccl
 from stepgraph.runtime.errors import KernelSelfTestError
 
@@ -20,13 +19,13 @@ CPU = torch.device("cpu")
 
 def on_ranks(body: Callable[[RankGroup], Any]) -> list[Any]:
     """Return what two ranks return."""
-    memory, _ = shared_memory(SharedSegment.nbytes_for(2))
+    links = Link.pair()
 
     def run(rank: int) -> Any:
-        group = RankGroup(memory, rank, 2)
+        group = RankGroup(rank, 2, [links[rank]])
         found = body(group)
         group.exchange(None)
-        group.watch.stop()
+        group.close()
         return found
 
     ranks = ForkedRanks()

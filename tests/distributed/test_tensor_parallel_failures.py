@@ -40,15 +40,14 @@ def disagree(engine: Engine, rank: psutil.Process) -> None:
     """Let rank 0 believe that it has had other tokens."""
     group = loop_of(engine).group
     assert group is not None
-    group._checksum ^= 1
-    group.watch.checksums[:] = [checksum ^ 1 for checksum in group.watch.checksums]
+    group.checksum ^= 1
 
 
 def misread(engine: Engine, rank: psutil.Process) -> None:
     """Let the rank fail in its own code: an unknown command."""
     group = loop_of(engine).group
     assert group is not None
-    group.writer.send(99)
+    group.send(99, b"")
 
 
 @pytest.mark.parametrize(
@@ -57,7 +56,7 @@ def misread(engine: Engine, rank: psutil.Process) -> None:
         (lambda _, rank: rank.kill(), "rank 1: process .* was ended by SIGKILL"),
         pytest.param(
             lambda _, rank: rank.suspend(),
-            "rank 1: (process .* has not responded|did not take part in .*) .* 3 s",
+            "rank 1: did not take part in .* 3 s",
             marks=pytest.mark.slow,
         ),
         pytest.param(
@@ -85,7 +84,8 @@ def test_a_lost_rank_ends_the_engine(
         thread.start()
         if not busy:
             thread.join()
-            wait_for(lambda: not engine.stats()["healthy"], BOUND)
+            if "SIGKILL" in reason or "KeyError" in reason:  # others are found by the next step
+                wait_for(lambda: not engine.stats()["healthy"], BOUND)
         with pytest.raises(RankError, match=reason) as failed:
             generate_for_ever(engine)
         assert time.monotonic() - happened[0] < BOUND

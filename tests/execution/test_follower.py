@@ -29,17 +29,21 @@ class FakeGroup:
 
     timeout = 5.0
 
-    def __init__(self, rank: int, messages: deque[tuple[int, bytes]]) -> None:
+    def __init__(self, rank: int, messages: deque[tuple[int, int, bytes]]) -> None:
         self.rank, self.messages = rank, messages
-        self.writer = self.reader = self
         self.tokens: list[bytes] = []
-        self.on_idle: Any = None
+        self.checksum = 0
 
-    def send(self, kind: int, payload: bytes = b"", *, wake: bool = True) -> None:
-        self.messages.append((kind, payload))
+    @property
+    def steps(self) -> int:
+        return len(self.tokens)
 
-    def receive(self) -> tuple[int, bytes]:
-        return self.messages.popleft()
+    def send(self, kind: int, payload: bytes = b"") -> None:
+        self.messages.append((self.steps, kind, payload))
+
+    def receive(self) -> tuple[int, int, tuple[int, bytes]]:
+        steps, *message = self.messages.popleft()
+        return steps, 0, tuple(message)
 
     def check(self) -> None:
         """Nothing fails."""
@@ -85,11 +89,9 @@ def receive_masks(engine: Engine, mode: str) -> None:
 def follow(engine: Engine, sent: FakeGroup) -> None:
     """Run the commands; the tokens are those of rank 0."""
     group = FakeGroup(1, sent.messages)
-    group.send(Command.CLOSE)
+    sent.send(Command.CLOSE)
     follower = Follower(loop_of(engine).runner, group, lambda _: None, lambda _: None)  # type: ignore[arg-type]
     follower.follow()
-    while follower._check_in_arrived():
-        pass
     assert group.tokens == sent.tokens
     assert len(group.tokens) > 10
 
@@ -118,7 +120,7 @@ def test_follower_runs_masked_steps(
     found = run_mixed(engine, prompts, params)
     assert {end for _, end, _, _ in found.values()} <= {"stop", "length"}
     assert engine.stats()["speculation"]["accepted"] > 2
-    assert Command.MASKS in [kind for kind, _ in group.messages]
+    assert Command.MASKS in [kind for _, kind, _ in group.messages]
     follow(follower, group)
     ours, theirs = (loop_of(e).runner.state.masks for e in (engine, follower))
     assert ours is not None
@@ -144,7 +146,7 @@ def test_follower_has_the_drafts_of_rank_0(
     stats = engine.stats()
     assert stats["cache"]["swapped_in"]
     assert stats["speculation"]["accepted"] > 15
-    assert Command.CLEAR_DRAFTER in [kind for kind, _ in group.messages]
+    assert Command.CLEAR_DRAFTER in [kind for _, kind, _ in group.messages]
     follow(follower, group)
     ours, theirs = (loop_of(e).runner for e in (engine, follower))
     assert ours.drafter is not None

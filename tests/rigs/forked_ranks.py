@@ -109,9 +109,7 @@ class RankGroup(ForkedRanks):
 
         def run(rank: int) -> Any:
             limit_threads(threads)
-            memory = memoryview(self.memory)
-            limits = {"abort": memory[:4], "timeout_seconds": timeout}
-            return body(SharedMemoryCollectives(memory[_ABORT_BYTES:], rank, self.ranks, **limits))
+            return body(SharedMemoryCollectives(self.memory, rank, self.ranks, timeout))
 
         self.fork(self.ranks, run)
 

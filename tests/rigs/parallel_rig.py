@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 from stepgraph.runtime import Engine
-from stepgraph.runtime.distributed.rank_processes import WORKER
+from stepgraph.runtime.distributed.rank_group import WORKER
 
 from . import engine_rig
 

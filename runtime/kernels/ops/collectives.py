@@ -52,5 +52,8 @@ class Collectives(Protocol):
         Values are float32 and NaN counts as the largest, ids are int64.
         """
 
+    def abort(self) -> None:
+        """End operations under way that wait for another rank, from any thread."""
+
     def close(self) -> None:
         """Release the memory of the group. Idempotent."""
