@@ -2,7 +2,7 @@
 
 An application may have a default process group of its own, of other processes, or make one later.
 So the group of an engine is not the default one, and is made without it: its ranks meet at a store
-on this machine, whose port rank 0 chooses and sends through the segment of the `RankGroup`.
+on this machine, whose port rank 0 chooses and sends to the others of the `RankGroup`.
 """
 
 from __future__ import annotations

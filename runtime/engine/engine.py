@@ -49,7 +49,6 @@ from ..errors import (
     RequestError,
     StepgraphError,
 )
-from ..execution.rank_commands import Command
 from ..loading.chat_template import ChatPrompt, Message, chat_prompts
 from ..loading.loader import OpenedSource
 from ..loading.tokenizer import TextTokenizer
@@ -201,9 +200,8 @@ class Engine:
         loop.close()
         if parts is not None:
             if parts.group is not None:
-                if parts.runner.commands is not None:
-                    with suppress(RankError):  # they have ended
-                        parts.runner.commands.call(Command.CLOSE)
+                with suppress(RankError):  # they have ended
+                    parts.runner.send("close")
                 parts.group.close()
             if parts.model.stack is not None:
                 parts.model.stack.close()
@@ -608,9 +606,7 @@ class Engine:
         overwrite = overwriting(parts.model, new, config)
 
         def change() -> None:
-            commands = parts.runner.commands
-            if commands is not None:
-                commands.call(Command.RELOAD, new.place)
+            parts.runner.send("reload", new.place)
             overwrite()
             if parts.group is not None:
                 agree_on_weights(parts.group, parts.model)

@@ -403,7 +403,7 @@ def measure_steps(
 
     for term, key in (("activations", prefill), ("logits", decode)):
         measured[term] = captured.peaks[key] if captured else peak_of(partial(runner.run, key))
-    scoring, sampling = peak_of(runner.scorer.run_largest_slice), measured["logits"]
+    scoring, sampling = peak_of(runner.score_largest_slice), measured["logits"]
     measured["logits"] = scoring + sampling if captured else max(scoring, sampling)
     if captured is not None:
         pool = captured.pool_bytes

@@ -41,11 +41,8 @@ from ...profiling import ranges
 from ..bounded_repr import bounded_repr, bounded_text
 from ..config import EngineConfig
 from ..distributed.rank_group import GROUP_ENDED, Link, RankGroup
-from ..distributed.shared_memory_collectives import SharedMemoryCollectives
 from ..errors import ConfigError, RankError, StepgraphError, StepPreparationError
-from ..execution.follower import Follower
-from ..execution.rank_commands import Command, CommandSender
-from ..execution.runner import DrafterCache, Runner
+from ..execution.runner import DrafterCache, Runner, follow
 from ..execution.step_functions import compile_settings
 from ..execution.step_key import StepKey
 from ..kernels import (
@@ -679,14 +676,18 @@ def start(source: str | Path, config: EngineConfig, *, progress: bool) -> Engine
         return start_parts(found, resolved, group, began=began, progress=progress)
 
 
-def follow(found: Source, config: ResolvedConfig, group: RankGroup) -> None:
-    """Run the share of a rank above 0, until rank 0 closes its engine or the group fails."""
+def run_rank(found: Source, config: ResolvedConfig, group: RankGroup) -> None:
+    """Run the share of a rank above 0, until rank 0 closes its engine.
+
+    Raises:
+        RankError: the group has failed.
+        Exception: as `start`.
+    """
     if config.device.type == "cpu":
         torch.set_num_threads(config.threads)  # this process does nothing else
     parts = start_parts(found, config, group, began=time.perf_counter(), progress=False)
-    serve = partial(_serve_ranks, parts, group)
     try:
-        Follower(parts.runner, group, partial(reload_rank, parts, group), serve).follow()
+        follow(parts.runner, partial(reload_rank, parts, group))
     finally:
         parts.runner.close()
 
@@ -775,8 +776,7 @@ def start_parts(
         with log("host_cache"):
             host = HostArena(arena, plan.host_blocks)
     with log("static_buffers"):
-        commands = CommandSender(group) if group is not None and group.rank == 0 else None
-        runner = Runner(model, resolved, arena, groups, host, commands, drafting)
+        runner = Runner(model, resolved, arena, groups, host, group, drafting)
     compiled_kernels = None
     if resolved.device.type == "cuda" and resolved.mode != "eager" and find_spec("triton"):
         with log("compile_kernels"):
@@ -841,10 +841,8 @@ def make_loop(
         step_budget=step_budget,
         rope_lengths=rope_lengths(parts.model.config),
     )
-    if parts.runner.commands is not None and parts.group is not None:
-        timeout = config.rank_timeout
-        parts.runner.commands.call(Command.SERVE, timeout)
-        _serve_ranks(parts, parts.group, timeout)
+    if parts.group is not None:
+        parts.runner.limit_waits(config.rank_timeout)
     return StepLoop(
         scheduler,
         parts.runner,
@@ -853,14 +851,6 @@ def make_loop(
         speculator=speculator,
         group=parts.group,
     )
-
-
-def _serve_ranks(parts: EngineParts, group: RankGroup, timeout: float) -> None:
-    """Bound the waits for other ranks, once all of them only run steps."""
-    group.serve(timeout)
-    collectives = parts.model.kernels.collectives
-    if isinstance(collectives, SharedMemoryCollectives):
-        collectives.timeout_seconds = timeout
 
 
 def _load(
@@ -902,7 +892,7 @@ def main(arguments: list[str]) -> None:
     group = RankGroup(rank, ranks, [Link(Connection(connection), pipe)])
     try:
         found, resolved = resolved_source(*group.exchange(None)[0])
-        follow(*of_rank(found, resolved, group), group)
+        run_rank(*of_rank(found, resolved, group), group)
     except BaseException as error:
         if not isinstance(error, RankError):
             traceback.print_exc()

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -33,13 +33,13 @@ from ..models.resolved_config import ResolvedConfig
 from ..request import DRAFT_ON_DEVICE
 from ..sampling.sampling_state import SamplingState
 from ..scheduling.plan import RowSpan, TableUpdate
-from .rank_commands import InputBuffer
 from .step_key import MOST_VERIFIED_TOKENS, most_table_updates
 
 __all__ = [
     "DraftInputs",
     "EmbedInputs",
     "MaskState",
+    "PrefillChunk",
     "RowState",
     "StepInputs",
     "input_layouts",
@@ -368,9 +368,9 @@ class DraftInputs(Generic[A]):
 
 def input_layouts(
     config: ResolvedConfig, num_groups: int, hidden_size: int
-) -> dict[InputBuffer, dict[str, TensorSpec]]:
+) -> dict[str, dict[str, TensorSpec]]:
     """Return the fields of each input buffer of an engine; `num_groups`: layer groups."""
-    layouts: dict[InputBuffer, dict[str, TensorSpec]] = {
+    layouts: dict[str, dict[str, TensorSpec]] = {
         "steps": StepInputs.layout(
             max_num_seqs=config.max_num_seqs,
             prefill_tokens=config.prefill_chunk,
@@ -387,6 +387,48 @@ def input_layouts(
             max_num_seqs=config.max_num_seqs, drafts=config.tokens_per_row[-1] - 1
         )
     return layouts
+
+
+class PrefillChunk(NamedTuple):
+    """A `RowSpan` as all ranks read it: without its request."""
+
+    row: int
+    start: int
+    token_ids: list[int]
+    next_id: int = 0
+    """The token after the chunk; 0 if it is not known yet."""
+    samples: bool = True
+    draft_stop: int = 1
+    scored: range = range(0)
+    num_top: int = 0
+    """Most probable tokens of the scored positions."""
+    embeds: Sequence[tuple[int, npt.NDArray[np.float32]]] = ()
+    """Embeddings in the chunk, each with the index of its first token."""
+
+    @classmethod
+    def of(cls, span: RowSpan) -> PrefillChunk:
+        """Return the chunk of a plan's span."""
+        request, start, stop = span.request, span.start, span.start + span.count
+        scores = request.prompt_logprobs
+        return cls(
+            *(span.row, start, request.tokens(start, stop)),
+            next_id=0 if span.samples else request.tokens(stop, stop + 1)[0],
+            samples=span.samples,
+            draft_stop=span.draft_stop,
+            scored=span.scored,
+            num_top=0 if scores is None else scores.num_top,
+            embeds=[
+                (
+                    max(shown.position - start, 0),
+                    shown.content.embeds[max(start - shown.position, 0) : stop - shown.position]
+                    .detach()
+                    .to("cpu", torch.float32)
+                    .numpy(),
+                )
+                for shown in request.embeds
+                if shown.position < stop and start < shown.stop
+            ],
+        )
 
 
 def write_drafts(
@@ -409,31 +451,28 @@ def write_decode_rows(rows: Sequence[int], null_row: int, host: StepInputs[Int64
 
 
 def write_prefill(
-    chunks: Sequence[RowSpan],
+    chunks: Sequence[PrefillChunk],
     null_row: int,
     bucket: int,
     host: StepInputs[Int64Array],
-) -> dict[str, int]:
-    """Write the prefill fields for a step of `bucket` tokens; see the example above.
-
-    Returns the fields that it writes, with the number of elements of each.
-    """
+) -> None:
+    """Write the prefill fields for a step of `bucket` tokens; see the example above."""
     host.prefill_rows[:] = null_row
     host.sample_rows[:] = null_row
     host.draft_stops[:] = 1
     offset = 0
     for i, chunk in enumerate(chunks):
-        end = offset + chunk.count
-        stop = chunk.start + chunk.count
-        host.token_ids[offset:end] = chunk.request.tokens(chunk.start, stop)
-        host.positions[offset:end] = np.arange(chunk.start, stop)
+        count = len(chunk.token_ids)
+        end = offset + count
+        host.token_ids[offset:end] = chunk.token_ids
+        host.positions[offset:end] = np.arange(chunk.start, chunk.start + count)
         host.token_rows[offset:end] = chunk.row
         host.prefill_rows[i] = chunk.row
         host.sample_rows[i] = chunk.row if chunk.samples else null_row
         host.draft_stops[i] = chunk.draft_stop
         host.query_start_loc[i] = offset
         host.next_ids[offset : end - 1] = host.token_ids[offset + 1 : end]
-        host.next_ids[end - 1] = 0 if chunk.samples else chunk.request.tokens(stop, stop + 1)[0]
+        host.next_ids[end - 1] = chunk.next_id
         offset = end
     host.query_start_loc[len(chunks) :] = offset
     assert offset <= bucket
@@ -441,28 +480,18 @@ def write_prefill(
     host.positions[offset:bucket] = 0
     host.token_rows[offset:bucket] = null_row
     host.next_ids[offset:bucket] = 0
-    rows = len(host.prefill_rows)
-    return {
-        **dict.fromkeys(("token_ids", "positions", "token_rows", "next_ids"), bucket),
-        **dict.fromkeys(("prefill_rows", "sample_rows", "draft_stops"), rows),
-        "query_start_loc": rows + 1,
-    }
 
 
-def write_embeds(chunks: Sequence[RowSpan], host: EmbedInputs[torch.Tensor]) -> None:
+def write_embeds(chunks: Sequence[PrefillChunk], host: EmbedInputs[Any]) -> None:
     """Write the embeddings in the chunks of a step."""
-    host.mask.zero_()
+    host.mask.fill(False)
     offset = 0
     for chunk in chunks:
-        for span in chunk.request.embeds:
-            start = max(span.position, chunk.start)
-            stop = min(span.stop, chunk.start + chunk.count)
-            if start < stop:
-                shown = span.content.embeds[start - span.position : stop - span.position]
-                to = slice(offset + start - chunk.start, offset + stop - chunk.start)
-                host.embeds[to] = shown
-                host.mask[to] = True
-        offset += chunk.count
+        for start, embeds in chunk.embeds:
+            to = slice(offset + start, offset + start + len(embeds))
+            host.embeds[to] = embeds
+            host.mask[to] = True
+        offset += len(chunk.token_ids)
 
 
 def write_table_updates(updates: Sequence[TableUpdate], host: StepInputs[Int64Array]) -> None:

@@ -22,8 +22,7 @@ from ..models.config import DecoderConfig
 from ..models.transformers.decoder import DecoderModel
 from ..sampling.sample_output import SampleOutput
 from ..sampling_params import MAX_LOGPROBS
-from ..scheduling.plan import RowSpan
-from .rank_commands import Command, CommandSender
+from .inputs import PrefillChunk
 from .step_functions import on_device
 from .step_key import StepOutput
 
@@ -45,23 +44,15 @@ def slice_tokens(max_num_seqs: int) -> int:
 class PromptScorer:
     """Hidden states of the last prefill step, and the scores computed from them."""
 
-    def __init__(
-        self,
-        model: DecoderModel,
-        next_ids: torch.Tensor,
-        *,
-        max_num_seqs: int,
-        commands: CommandSender | None = None,
-    ) -> None:
+    def __init__(self, model: DecoderModel, next_ids: torch.Tensor, *, max_num_seqs: int) -> None:
         """Allocate buffers for prefill steps of up to M tokens.
 
         Args:
             model: whose head makes the logits.
             next_ids: int64 `[M]`, see `StepInputs`.
             max_num_seqs: rows of a decode step.
-            commands: sends runs to the other ranks of a tensor-parallel group.
         """
-        self._model, self._next_ids, self._commands = model, next_ids, commands
+        self._model, self._next_ids = model, next_ids
         most = len(next_ids)
         self.hidden, self.scores = self.allocate(most, model.config, model.dtype, model.device)
         """`[M + 1, hidden_size]`: the first rows are written by prefill steps. The last one never
@@ -90,7 +81,7 @@ class PromptScorer:
         hidden = torch.zeros(tokens + 1, model.hidden_size, dtype=dtype, device=device)
         return hidden, SampleOutput.unpack(packed, tokens, best)
 
-    def launch(self, chunks: Sequence[RowSpan]) -> StepOutput | None:
+    def launch(self, chunks: Sequence[PrefillChunk]) -> StepOutput | None:
         """Score the chunks of the prefill step that was launched last, if any has scored positions.
 
         Returns without waiting for the device. The output has the tokens of the step as lanes, and
@@ -99,11 +90,10 @@ class PromptScorer:
         starts: list[int] = []
         offset = covered = num_top = 0
         for chunk in chunks:
-            first, offset = offset - chunk.start, offset + chunk.count
+            first, offset = offset - chunk.start, offset + len(chunk.token_ids)
             if not chunk.scored:
                 continue
-            assert chunk.request.prompt_logprobs is not None, "it has scored positions"
-            num_top = max(num_top, chunk.request.prompt_logprobs.num_top)
+            num_top = max(num_top, chunk.num_top)
             stop = first + chunk.scored.stop
             for start in range(max(covered, first + chunk.scored.start), stop, self._slice):
                 starts.append(min(start, len(self._next_ids) - self._slice))
@@ -114,12 +104,7 @@ class PromptScorer:
         return StepOutput(self.scores.tokens, self.hidden, self.scores)
 
     def run(self, starts: Sequence[int], stop: int, num_top: int) -> None:
-        """Score slices of the tokens up to `stop`, with `num_top` most probable tokens each.
-
-        On all ranks of a tensor-parallel group.
-        """
-        if self._commands is not None:
-            self._commands.call(Command.SCORE, starts, stop, num_top)
+        """Score slices of the tokens up to `stop`, with `num_top` most probable tokens each."""
         with (
             on_device(self.hidden.device),
             dependent_launch(self._model.kernels.dependent_launch),

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, NamedTuple, ParamSpec, TypeVar
 
 import numpy.typing as npt
 import torch
@@ -31,18 +32,20 @@ from ...graphs.steps import (
     Step,
 )
 from ...profiling import ranges
+from ..distributed.rank_group import RankGroup
+from ..errors import RankError
 from ..kernels.cpu.threads import TorchThreads, limit_threads
 from ..models.drafters.drafter import Drafter
 from ..models.resolved_config import ResolvedConfig
 from ..models.transformers.decoder import DecoderModel
 from ..progress import progress_bar
-from ..request import Request
 from ..sampling.sampling_state import RowParameters
 from ..scheduling.plan import Proposed, StepPlan, TableUpdate
 from .inputs import (
     DraftInputs,
     EmbedInputs,
     Int64Array,
+    PrefillChunk,
     RowState,
     StepInputs,
     input_layouts,
@@ -64,10 +67,9 @@ from .outputs import (
     sampled_tokens,
 )
 from .prompt_scorer import PromptScorer
-from .rank_commands import BlockCopy, Command, CommandSender, InputBuffer
 from .step_functions import DraftStep, StepFunctions
 from .step_key import PlannedPart, PlanParts, StepKey, StepOutput, StepSizes
-from .token_masks import FollowedMasks, HostMasks, TokenMasks
+from .token_masks import HostMasks, TokenMasks
 
 if TYPE_CHECKING:
     from ..kernels.triton.precompile import CompiledKernels
@@ -76,9 +78,16 @@ __all__ = [
     "BlockCopies",
     "DrafterCache",
     "InputWriter",
+    "RankPlan",
     "Runner",
+    "follow",
     "new_blocks",
 ]
+
+BlockCopy = Literal["within", "to_host", "from_host"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 # The drafter of an engine, with the keys and values it stores.
@@ -142,13 +151,13 @@ class BlockCopies:
         arena: Arena,
         host: HostArena | None,
         drafter: DrafterCache | None,
-        commands: CommandSender | None,
+        send: Callable[..., None],
     ) -> None:
-        """Copy blocks of these arenas; see `Runner`."""
+        """Copy blocks of these arenas; see `Runner`. `send`: to the other ranks."""
         self._arenas = [(arena, host)]
         if drafter is not None:
             self._arenas.append((drafter.arena, drafter.host))
-        self._drafter, self._commands = drafter, commands
+        self._drafter, self._send = drafter, send
         self._new: dict[int, None] = {}
         """Blocks to be zeroed in the cache of the drafter."""
 
@@ -158,13 +167,11 @@ class BlockCopies:
 
     def zero_new(self) -> None:
         """Issue the zeroing of all blocks noted, on all ranks."""
-        if not self._new:
-            return
-        blocks = list(self._new)
-        self._new.clear()
-        if self._commands is not None:
-            self._commands.call(Command.CLEAR_DRAFTER, blocks)
-        self.clear_drafter(blocks)
+        if self._new:
+            blocks = list(self._new)
+            self._new.clear()
+            self._send("clear_drafter", blocks)
+            self.clear_drafter(blocks)
 
     def clear_drafter(self, blocks: Sequence[int]) -> None:
         """Zero blocks of the drafter's cache on this rank."""
@@ -185,13 +192,12 @@ class BlockCopies:
         if pairs:
             name = ranges.FORK if kind == "within" else ranges.SWAP
             with ranges.span(name, len(pairs)):
+                self.zero_new()
+                self._send("copy_blocks", kind, pairs)
                 self.copy(kind, pairs)
 
     def copy(self, kind: BlockCopy, pairs: Sequence[tuple[int, int]]) -> None:
-        """Issue the copies of (source, destination) blocks."""
-        self.zero_new()
-        if self._commands is not None:
-            self._commands.call(Command.COPY_BLOCKS, kind, pairs)
+        """Issue the copies of (source, destination) blocks on this rank."""
         for arena, host in self._arenas:
             if kind == "within":
                 arena.copy_blocks(pairs)
@@ -203,19 +209,11 @@ class BlockCopies:
                 host.swap_in(pairs)
 
 
-# Writes the changed inputs of a plan, and copies them to the device and to the other ranks.
-
-
 class InputWriter:
-    """Owns the input buffers of steps and their mirrors on the host."""
+    """Writes the changed inputs of steps, and copies them to the device."""
 
     def __init__(
-        self,
-        config: ResolvedConfig,
-        num_groups: int,
-        hidden_size: int,
-        state: RowState,
-        commands: CommandSender | None,
+        self, config: ResolvedConfig, num_groups: int, hidden_size: int, state: RowState
     ) -> None:
         """Allocate the buffers.
 
@@ -224,30 +222,25 @@ class InputWriter:
             num_groups: layer groups of the cache.
             hidden_size: of the model.
             state: whose block tables are updated.
-            commands: see `Runner`.
         """
-        self._state, self._commands = state, commands
+        self._state = state
         layouts, device = input_layouts(config, num_groups, hidden_size), config.device
         self.inputs = StaticBuffers.allocate(StepInputs[torch.Tensor], layouts["steps"], device)
         self._host: StepInputs[Int64Array] = self.inputs.arrays(StepInputs[Int64Array])
-        self.buffers: dict[InputBuffer, StaticBuffers[Any]] = {"steps": self.inputs}
+        self._buffers: dict[str, StaticBuffers[Any]] = {"steps": self.inputs}
         """Of every step and, where there are any, of embeddings and drafts."""
         self.embeds: StaticBuffers[EmbedInputs[torch.Tensor]] | None = None
         if "embeds" in layouts:
             self.embeds = StaticBuffers.allocate(
                 EmbedInputs[torch.Tensor], layouts["embeds"], device
             )
-            self.buffers["embeds"] = self.embeds
+            self._buffers["embeds"] = self.embeds
         self.drafts: StaticBuffers[DraftInputs[torch.Tensor]] | None = None
         if "drafts" in layouts:
             self.drafts = StaticBuffers.allocate(
                 DraftInputs[torch.Tensor], layouts["drafts"], device
             )
-            self.buffers["drafts"] = self.drafts
-            self._host_drafts = self.drafts.arrays(DraftInputs[Int64Array])
-            # What other ranks read; `stops` are for a drafter.
-            read = ["token_ids", "counts", *["stops"] * bool(config.proposed_drafts)]
-            self._draft_fields = dict.fromkeys(read, config.max_num_seqs)
+            self._buffers["drafts"] = self.drafts
         self._written_drafts: tuple[list[list[int]], list[int]] = ([], [])
         self._embeds_shown = False  # set by the last prefill step
         self.decode_rows: list[int] = []
@@ -256,38 +249,37 @@ class InputWriter:
     @property
     def nbytes(self) -> int:
         """Bytes of the buffers on the device."""
-        return sum(buffers.nbytes for buffers in self.buffers.values())
+        return sum(buffers.nbytes for buffers in self._buffers.values())
 
     def addresses(self) -> dict[str, int]:
         """Return the device address of each field of the buffers, which must never change."""
         return {
             f"{name}.{field}": address
-            for name, buffers in self.buffers.items()
+            for name, buffers in self._buffers.items()
             for field, address in buffers.addresses().items()
         }
 
-    def write(self, plan: StepPlan, rows: list[int], prefill_key: StepKey | None) -> None:
-        """Write the decoding rows, the chunks of prompts and the updates of block tables."""
-        updates = plan.table_updates
+    def write(
+        self,
+        rows: list[int],
+        updates: Sequence[TableUpdate],
+        chunks: Sequence[PrefillChunk],
+        size: int,
+    ) -> None:
+        """Write the decoding rows, updates of block tables, and the chunks of a step of `size`."""
         most = self._host.table_updates.shape[0]
         while len(updates) > most:
-            self._copy_updates(updates[:most], {})
+            self._copy_updates(updates[:most])
             updates = updates[most:]
         with ranges.span(ranges.PREPARE, len(rows)):
             self.inputs.begin_write()
-            changed: dict[str, int] = {}
             if rows != self.decode_rows:
                 write_decode_rows(rows, self._state.null_row, self._host)
                 self.decode_rows = rows
-                changed["decode_rows"] = len(self._host.decode_rows)
-            if prefill_key is not None:
-                null_row, size = self._state.null_row, prefill_key.size
-                changed |= write_prefill(plan.prefill, null_row, size, self._host)
-                self._write_embeds(plan)
-        if updates:
-            self._copy_updates(updates, changed)
-        else:
-            self._copy(changed)
+            if chunks:
+                write_prefill(chunks, self._state.null_row, size, self._host)
+                self._write_embeds(chunks)
+        self._copy_updates(updates)
 
     def write_drafts(self, drafts: Sequence[Sequence[int]], stops: Sequence[int]) -> None:
         """Write and copy the drafts of the decoding rows, in their order; see `DraftInputs`.
@@ -296,44 +288,61 @@ class InputWriter:
         """
         assert self.drafts is not None, "a verify step without speculation"
         written = [list(own) for own in drafts], list(stops)
-        if written == self._written_drafts:
-            return
-        self.drafts.begin_write()
-        write_drafts(drafts, stops, self._host_drafts)
-        if self._commands is not None:
-            self._commands.inputs("drafts", self._host_drafts, self._draft_fields)
-        self.drafts.copy_to_device()
-        self._written_drafts = written
+        if written != self._written_drafts:
+            self.drafts.begin_write()
+            write_drafts(drafts, stops, self.drafts.arrays(DraftInputs[Int64Array]))
+            self.drafts.copy_to_device()
+            self._written_drafts = written
 
-    def _write_embeds(self, plan: StepPlan) -> None:
+    def _write_embeds(self, chunks: Sequence[PrefillChunk]) -> None:
         """Copy the embeddings of the chunks, or clear the mask of the last prefill step."""
         if self.embeds is None:
             return
-        shown = any(chunk.request.embeds for chunk in plan.prefill)
+        shown = any(chunk.embeds for chunk in chunks)
         if shown or self._embeds_shown:
             self.embeds.begin_write()
-            write_embeds(plan.prefill, self.embeds.host)
-            if self._commands is not None:
-                arrays = self.embeds.arrays(EmbedInputs[npt.NDArray[Any]])
-                tokens = plan.prefill_tokens if shown else 0
-                counts = {"embeds": tokens, "mask": len(arrays.mask)}
-                self._commands.inputs("embeds", arrays, counts)
+            write_embeds(chunks, self.embeds.arrays(EmbedInputs[npt.NDArray[Any]]))
             self.embeds.copy_to_device()
         self._embeds_shown = shown
 
-    def _copy_updates(self, updates: Sequence[TableUpdate], changed: dict[str, int]) -> None:
-        self.inputs.begin_write()
-        write_table_updates(updates, self._host)
-        self._copy(changed | {"table_updates": len(updates)}, len(updates))
-
-    def _copy(self, changed: dict[str, int], updates: int = 0) -> None:
-        """Copy the inputs, of which these fields have changed, and update the block tables."""
-        if self._commands is not None:
-            self._commands.inputs("steps", self._host, changed, updates)
+    def _copy_updates(self, updates: Sequence[TableUpdate]) -> None:
+        """Copy the inputs to the device, and update the block tables."""
+        if updates:
+            self.inputs.begin_write()
+            write_table_updates(updates, self._host)
         with ranges.span(ranges.COPY, self.inputs.nbytes):
             self.inputs.copy_to_device()
         if updates:
-            self._state.update_tables(self.inputs.device.table_updates[:updates])
+            self._state.update_tables(self.inputs.device.table_updates[: len(updates)])
+
+
+class RankPlan(NamedTuple):
+    """What every rank runs of a plan, as plain data."""
+
+    joined: list[tuple[int, int, list[npt.NDArray[Any] | None]]]
+    """Row, rope length and `RowParameters` of each request that gets a row."""
+    rows: list[int]
+    """The rows that decode."""
+    table_updates: Sequence[TableUpdate]
+    chunks: Sequence[PrefillChunk]
+    drafts: Sequence[Sequence[int]]
+    draft_stops: Sequence[int]
+    parts: list[PlannedPart]
+    blocks_in_use: int
+
+
+def _on_all_ranks(
+    method: Callable[Concatenate[Runner, P], T],
+) -> Callable[Concatenate[Runner, P], T]:
+    """Let calls on rank 0 run a method on the other ranks too."""
+
+    @wraps(method)
+    def call(self: Runner, /, *arguments: P.args, **named: P.kwargs) -> T:
+        assert not named, "messages have positional arguments"
+        self.send(method.__name__, *arguments)
+        return method(self, *arguments, **named)
+
+    return call
 
 
 def _library(
@@ -387,7 +396,7 @@ class Runner:
         arena: Arena,
         groups: Sequence[LayerGroup],
         host: HostArena | None = None,
-        commands: CommandSender | None = None,
+        group: RankGroup | None = None,
         drafter: DrafterCache | None = None,
     ) -> None:
         """Allocate row state and input buffers of the sizes of `config`.
@@ -398,50 +407,38 @@ class Runner:
             arena: the cache.
             groups: its layer groups.
             host: the arena for swapped requests; None: no swapping.
-            commands: sends all changes and steps to the other ranks of a tensor-parallel group;
-                None: there are none, or this is one of them.
+            group: of a tensor-parallel engine.
             drafter: proposes tokens on the device; None: steps propose nothing.
         """
         device = config.device
         self.device = device
-        self.commands = commands
+        self.group = group
         self.block_size = config.block_size
         self.state = RowState.of(config, model.config, len(groups), device)
         self.null_row = self.state.null_row
-        self._writer = InputWriter(
-            config, len(groups), model.config.hidden_size, self.state, commands
-        )
+        self._writer = InputWriter(config, len(groups), model.config.hidden_size, self.state)
         self.masks: TokenMasks | None = None
-        self.followed_masks: FollowedMasks | None = None
-        """The masks of a rank above 0."""
         self._host_masks: HostMasks | None = None
         if self.state.masks is not None:
             self._host_masks = host_masks = HostMasks(
                 self.state.masks, self.state.null_row + 1, is_async=config.is_async_device
             )
-            if model.vocabulary is not None and commands is None:
-                self.followed_masks = FollowedMasks(host_masks)
-            else:
-                self.masks = TokenMasks(
-                    host_masks,
-                    partial(self._writer.write_drafts, stops=()),
-                    commands,
-                    in_thread=not config.is_async_device,
-                )
+            self.masks = TokenMasks(
+                host_masks,
+                partial(self._writer.write_drafts, stops=()),
+                group,
+                in_thread=not config.is_async_device,
+            )
         self.inputs, self.embeds = self._writer.inputs, self._writer.embeds
         self.drafts = self._writer.drafts
-        self.input_buffers = self._writer.buffers
         self.scorer = PromptScorer(
-            model,
-            self.inputs.device.next_ids,
-            max_num_seqs=config.max_num_seqs,
-            commands=commands,
+            model, self.inputs.device.next_ids, max_num_seqs=config.max_num_seqs
         )
         self.threads = None if model.kernels.library is None else config.threads
         self.own_threads: TorchThreads | None = None
         """Block in which torch uses no more threads than this rank has: others would spin on the
         cores of other ranks. Code of `torch.compile` keeps the number that it was compiled with."""
-        if commands is not None and device.type == "cpu":
+        if group is not None and group.rank == 0 and device.type == "cpu":
             self.own_threads = TorchThreads(config.threads)
         self.outputs: HostOutputs | None = None
         if config.is_async_device:
@@ -450,7 +447,7 @@ class Runner:
         self._arena = arena
         self.host_arena = host
         self.drafter = drafter
-        self.blocks = BlockCopies(arena, host, drafter, commands)
+        self.blocks = BlockCopies(arena, host, drafter, self.send)
         self._addresses = self.addresses()
         self.sizes = StepSizes.choose(config, model.kernels)
         make_functions = partial(
@@ -472,7 +469,7 @@ class Runner:
                 config.block_size,
                 native=model.kernels.library is not None,
             ),
-            masks_thread=None if config.is_async_device else self.masks or self.followed_masks,
+            masks_thread=None if config.is_async_device else self.masks,
         )
         self._keys = self.sizes.keys()
         self.functions, self._eager = make_functions(config.compiled), make_functions(False)
@@ -484,6 +481,7 @@ class Runner:
             config.max_blocks_per_row * config.block_size,
             ragged=self.functions.ragged,
         )
+        self._launched: tuple[LaunchedStep, RankPlan] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -550,14 +548,19 @@ class Runner:
             self._capturer.warm_up(lambda: compiled.append(compile_kernels(steps, report=report)))
         return compiled[0]
 
-    def run(self, key: StepKey, lanes: int = 0) -> StepOutput:
-        """Run the step for `key` on all ranks, and return its output.
+    def send(self, name: str, *arguments: object) -> None:
+        """Rank 0: let the other ranks, if there are any, call a method; see `follow`."""
+        if self.group is not None and self.group.rank == 0:
+            self.group.send(name, *arguments)
 
-        Ranks compare the first `lanes` tokens; see `read`.
-        """
-        if self.commands is not None:
-            awaits_masks = key.masked and self.masks is not None and self.masks.pending
-            self.commands.run(key, lanes, awaits_masks=awaits_masks)
+    @_on_all_ranks
+    def run(self, key: StepKey) -> StepOutput:
+        """Run the step for `key` on all ranks, without a plan; return its output."""
+        if self.threads is not None:
+            limit_threads(self.threads)
+        return self._run(key)
+
+    def _run(self, key: StepKey) -> StepOutput:
         if self.own_threads is None:
             return self.library.run(key)
         with self.own_threads:
@@ -569,52 +572,81 @@ class Runner:
         On an asynchronous device, a step with rows whose output follows a grammar is launched up
         to their masks; `finish` runs the rest.
         """
-        if self.threads is not None:
-            limit_threads(self.threads)
-        if plan.admitted:
-            with ranges.span(ranges.PREPARE, len(plan.admitted)):
-                for admission in plan.admitted:
-                    self._take_row(admission.request, admission.row)
         if self.drafter is not None:
             if plan.table_updates:
                 self.blocks.add_new(new_blocks(plan, self.drafter.group, self.block_size))
             if plan.prefill or plan.proposes:
                 self.blocks.zero_new()
-        parts, writer = self._parts.of(plan), self._writer
-        rows = self._parts.decode_rows
-        if plan.table_updates or plan.prefill or rows != writer.decode_rows:
-            writer.write(plan, rows, parts[-1].key if plan.prefill else None)
-        if plan.drafts or plan.proposes:
-            writer.write_drafts(plan.drafts, plan.draft_stops)
+        parts = self._parts.of(plan)
+        work = RankPlan(
+            self._joined(plan) if plan.admitted else [],
+            self._parts.decode_rows,
+            plan.table_updates,
+            [PrefillChunk.of(span) for span in plan.prefill] if plan.prefill else (),
+            plan.drafts,
+            plan.draft_stops,
+            parts,
+            plan.blocks_in_use,
+        )
+        if self.group is not None:
+            blind = [part._replace(requests=(None,) * len(part.requests)) for part in parts]
+            self.group.send("execute", number, work._replace(parts=blind))
+        return self.execute(number, work, plan)
+
+    def execute(self, number: int, work: RankPlan, plan: StepPlan | None = None) -> LaunchedStep:
+        """Run the plan of a launch on this rank; see `launch`. Only rank 0 has the whole plan."""
+        if self.threads is not None:
+            limit_threads(self.threads)
+        if work.joined:
+            with ranges.span(ranges.PREPARE, len(work.joined)):
+                for joined in work.joined:
+                    self._take_row(*joined)
+        parts, writer = work.parts, self._writer
+        if work.table_updates or work.chunks or work.rows != writer.decode_rows:
+            writer.write(work.rows, work.table_updates, work.chunks, parts[-1].key.size)
+        if work.drafts or work.draft_stops:
+            writer.write_drafts(work.drafts, work.draft_stops)
         runs: list[tuple[StepKey, PlannedPart]] = []
         outputs = self.outputs
-        step = LaunchedStep(number, plan, parts[0].key.size, unfinished=runs)
+        step = LaunchedStep(number, plan or StepPlan(), parts[0].key.size, unfinished=runs)
+        self._launched = step, work
         for part in parts:
             if part.key.masked:
                 step.masked = True
                 runs += [(key, part) for key in self.sizes.parts(part.key)]
             else:
                 runs.append((part.key, part))
-        if plan.drafts:
+        if work.drafts:
             step.advanced = []
         if outputs is not None:
             step.began = outputs.begin(number)
         elif step.masked:
-            self._token_masks.prepare(plan)
-        self._run_parts(step, with_masks=outputs is None)
+            self._token_masks.prepare(step.plan)
+        self._run_parts(step, work, with_masks=outputs is None)
         return step
 
     def finish(self, step: LaunchedStep) -> LaunchedStep:
         """Run the rest of a launch that is `unfinished`; all earlier steps have been committed."""
-        assert step.unfinished, "the step was launched as a whole"
         self._token_masks.prepare(step.plan)
         self._token_masks.wait()
-        self._run_parts(step, with_masks=True)
+        self.run_rest()
         return step
 
-    def _run_parts(self, step: LaunchedStep, *, with_masks: bool) -> None:
+    @_on_all_ranks
+    def run_rest(self) -> None:
+        """Run the rest of the last launch, whose masks have been written."""
+        assert self._launched is not None
+        step, work = self._launched
+        assert step.unfinished, "the step was launched as a whole"
+        self._run_parts(step, work, with_masks=True)
+
+    def write_masks(self, *update: Any) -> None:
+        """Write token masks that rank 0 has computed; see `TokenMasks.write`."""
+        self._token_masks.write(*update)
+
+    def _run_parts(self, step: LaunchedStep, work: RankPlan, *, with_masks: bool) -> None:
         """Run what remains of a launch, without masks up to the first part that needs them."""
-        plan, number, runs = step.plan, step.number, step.unfinished
+        number, runs = step.number, step.unfinished
         outputs, clock, worked_ns = self.outputs, time.perf_counter_ns, 0
         while runs:
             key, part = runs[0]
@@ -625,21 +657,21 @@ class Runner:
             if key.part == "sample":
                 span: AbstractContextManager[None] = nullcontext()
             else:
-                rows, blocks = len(requests) if decodes else 0, plan.blocks_in_use
+                rows, blocks = len(requests) if decodes else 0, work.blocks_in_use
                 span = ranges.step_span(
                     *(part.name, number, rows, key.size, tokens, blocks, part.room - tokens)
                 )
             with span:
                 started = clock()
                 step.launched_ns = step.launched_ns or started
-                output = self.run(key, 0 if key.part == "forward" else len(requests))
+                output = self._run(key)
                 if key.part != "forward":
                     if output.details is not None:
                         report_token_ids(requests, output)
                     if outputs is not None:  # before another launch can overwrite it
                         output = outputs.copy_async(number, key.phase, output)
                     if not decodes:
-                        step.scores = self.scorer.launch(plan.prefill)
+                        step.scores = self.scorer.launch(work.chunks)
                         if step.scores is not None and outputs is not None:
                             step.scores = outputs.copy_async(number, "scores", step.scores)
                     step.parts.append((requests, output))
@@ -674,8 +706,8 @@ class Runner:
         Raises:
             RankError: a rank of the tensor-parallel group has failed.
         """
-        if self.commands is not None:
-            group = self.commands.group
+        group = self.group
+        if group is not None:
             if step.arrived is not None:
                 late = time.monotonic() + group.timeout
                 while not step.arrived.query():  # a step whose peers have died may never end
@@ -683,24 +715,25 @@ class Runner:
                     if time.monotonic() > late:
                         group.check_messages_taken()
                     time.sleep(0)  # releases the interpreter's lock, which `query` does not
-            for lanes, output in step.parts:
-                group.check_in(self.checked_tokens(output, len(lanes)))
+            group.check_in(self.checked_tokens(step))
         elif step.arrived is not None:
             step.arrived.synchronize()
         if step.advanced is not None:
             step.advanced.extend(accepted_counts(step))
         return sampled_tokens(step)
 
-    def checked_tokens(self, output: StepOutput, lanes: int) -> bytes:
-        """Return what ranks compare of an output that has arrived, of the first `lanes` lanes.
+    def checked_tokens(self, step: LaunchedStep) -> bytes:
+        """Return what ranks compare of a step whose outputs have arrived.
 
         Where rows keep their drafts on the device, each rank verifies its own: these are compared
         too. Otherwise all ranks verify the drafts that rank 0 sends.
         """
-        tokens = output.tokens.numpy()[..., :lanes].tobytes()
-        if output.drafts is None or self.state.drafts is None:
-            return tokens
-        return tokens + output.drafts.token_ids.numpy()[:lanes].tobytes()
+        found = b""
+        for lanes, output in step.parts:
+            found += output.tokens.numpy()[..., : len(lanes)].tobytes()
+            if output.drafts is not None and self.state.drafts is not None:
+                found += output.drafts.token_ids.numpy()[: len(lanes)].tobytes()
+        return found
 
     def read_drafts(self, step: LaunchedStep) -> Iterable[Proposed]:
         """Return what a launch proposed, after `read`."""
@@ -710,36 +743,51 @@ class Runner:
         """Return the scores of prompt tokens of a launch, after `read`."""
         return prompt_scores(step)
 
+    @_on_all_ranks
     def force_token(self, row: int, token_id: int) -> None:
         """Replace the last sampled token of a row."""
-        if self.commands is not None:
-            self.commands.call(Command.FORCE_TOKEN, row, token_id)
         self.state.token_ids[row] = token_id
 
-    def _take_row(self, request: Request, row: int) -> None:
-        """Overwrite the row's sampling parameters and rope length with a request's."""
-        parameters = self.state.sampling.row_parameters(
-            request.params,
-            seed=request.seed,
-            prompt_ids=request.prompt_ids,
-            output_ids=request.output_ids,
-            stop_token_ids=sorted(request.stop_token_ids),
-        )
-        if self.commands is not None:
-            self.commands.row(row, request.rope_length, parameters)
-        self.assign_row(row, request.rope_length, parameters)
+    def _joined(self, plan: StepPlan) -> list[tuple[int, int, list[npt.NDArray[Any] | None]]]:
+        """Return what the rows of admitted requests get; see `RankPlan.joined`."""
+        joined = []
+        for request, row in ((admission.request, admission.row) for admission in plan.admitted):
+            parameters = self.state.sampling.row_parameters(
+                request.params,
+                seed=request.seed,
+                prompt_ids=request.prompt_ids,
+                output_ids=request.output_ids,
+                stop_token_ids=sorted(request.stop_token_ids),
+            )
+            arrays = [None if values is None else values.numpy() for values in parameters]
+            joined.append((row, request.rope_length, arrays))
+        return joined
 
-    def assign_row(self, row: int, rope_length: int, parameters: RowParameters) -> None:
+    def _take_row(self, row: int, rope_length: int, arrays: list[npt.NDArray[Any] | None]) -> None:
         """Overwrite a row's sampling parameters and rope length, and forget its drafts."""
         self.state.forget_drafts(row)
         if self.state.rope_lengths is not None:
             self.state.rope_lengths[row] = rope_length
-        self.state.sampling.store_row(row, parameters)
+        values: list[Any] = [None if a is None else torch.from_numpy(a) for a in arrays]
+        self.state.sampling.store_row(row, RowParameters(*values))
 
+    @_on_all_ranks
     def place_drafts(self, rows: int, drafts: int) -> None:
         """Give each of the first `rows` rows of verify steps this many drafts of token 0."""
         self._writer.write_drafts([[0] * drafts] * rows, ())
 
+    @_on_all_ranks
+    def score_largest_slice(self) -> None:
+        """Score a whole slice of padding, which needs as much memory as scoring ever does."""
+        self.scorer.run_largest_slice()
+
+    @_on_all_ranks
+    def limit_waits(self, seconds: float) -> None:
+        """Let no rank wait for another one longer than `seconds` from now on."""
+        assert self.group is not None
+        self.group.serve(seconds)
+
+    @_on_all_ranks
     def place_padding(self, null_position: int, start: int, count: int, last: int) -> None:
         """Move the padding of steps, for measurements; zeros put it back.
 
@@ -749,8 +797,6 @@ class Runner:
             count: tokens that get positions from `start` on; 0: all get position 0.
             last: the largest position of these tokens.
         """
-        if self.commands is not None:
-            self.commands.call(Command.PADDING, null_position, start, count, last)
         self.state.positions[self.null_row] = null_position
         positions = self.inputs.device.positions
         if count:
@@ -758,3 +804,36 @@ class Runner:
             positions[:count] = place.clamp(max=last)
         else:
             positions.zero_()
+
+
+def follow(runner: Runner, reload: Callable[[str], None]) -> None:
+    """Run on another rank what rank 0 runs, until it closes its engine.
+
+    Raises:
+        RankError: the group has failed, or this rank's tokens differ from rank 0's.
+    """
+    group, launched = runner.group, deque[LaunchedStep]()
+    assert group is not None
+    methods: dict[str, Callable[..., object]] = {
+        "copy_blocks": runner.blocks.copy,
+        "clear_drafter": runner.blocks.clear_drafter,
+        "reload": reload,
+    }
+    while True:
+        steps, checksum, (name, *arguments) = group.receive()
+        while group.steps < steps:  # rank 0 has read these
+            step = launched.popleft()
+            if step.arrived is not None:
+                step.arrived.synchronize()
+            group.check_in(runner.checked_tokens(step))
+        if group.checksum != checksum:
+            raise RankError(
+                f"its tokens differ from rank 0's at step {steps}: checksum"
+                f" {group.checksum:08x}, and {checksum:08x} on rank 0"
+            )
+        if name == "close":
+            return
+        if name == "execute":
+            launched.append(runner.execute(*arguments))
+        else:
+            (methods.get(name) or getattr(runner, name))(*arguments)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 
@@ -23,9 +23,7 @@ from ..models.config import ModelConfig
 from ..models.decoder import Decoder, layer_places
 from ..models.plan import fused_layout, model_plan
 from ..models.resolved_config import ResolvedConfig
-from ..request import Request
-from ..scheduling.plan import RowSpan
-from .inputs import Int64Array, RowState, StepInputs, write_decode_rows, write_prefill
+from .inputs import Int64Array, PrefillChunk, RowState, StepInputs, write_decode_rows, write_prefill
 from .step_functions import StepFunctions
 from .step_key import StepKey, StepSizes
 
@@ -58,16 +56,6 @@ class SampleCase(NamedTuple):
     def tokens(self) -> int:
         """Tokens of the step, without padding."""
         return sum(count for _, count in self.chunks)
-
-
-class _Prompt(NamedTuple):
-    """The tokens of a request, all that a chunk reads of it."""
-
-    ids: list[int]
-
-    def tokens(self, start: int, stop: int) -> list[int]:
-        """Return the token ids at these positions."""
-        return self.ids[start:stop]
 
 
 def sample_config(model: ModelConfig, *, layers: int, vocabulary: int) -> ModelConfig:
@@ -223,12 +211,11 @@ class SampleSteps:
         if case.key.phase == "decode":
             write_decode_rows(range(len(case.chunks)), null_row, host)
         else:
-            spans = []
+            chunks = []
             for row, (start, count) in enumerate(case.chunks):
                 drawn = torch.randint(vocabulary, (start + count,), generator=generator)
-                prompt = cast(Request, _Prompt(drawn.tolist()))
-                spans.append(RowSpan(prompt, row, start, count, samples=True))
-            write_prefill(spans, null_row, case.key.size, host)
+                chunks.append(PrefillChunk(row, start, drawn.tolist()[start:]))
+            write_prefill(chunks, null_row, case.key.size, host)
         self._inputs.copy_to_device()
 
     def _fill_cache(self, case: SampleCase, generator: torch.Generator) -> None:

@@ -67,7 +67,7 @@ from ..sampling.sample_output import SampleOutput
 from ..sampling.samplers import SAMPLERS, torch_sampler
 from .inputs import DraftInputs, EmbedInputs, MaskState, RowState, StepInputs
 from .step_key import StepKey, StepOutput
-from .token_masks import FollowedMasks, TokenMasks
+from .token_masks import TokenMasks
 
 __all__ = [
     "CompiledParts",
@@ -493,7 +493,7 @@ class StepFunctions:
         drafts: DraftInputs[torch.Tensor] | None = None,
         hidden: torch.Tensor | None = None,
         drafting: DraftStep | None = None,
-        masks_thread: TokenMasks | FollowedMasks | None = None,
+        masks_thread: TokenMasks | None = None,
     ) -> None:
         """Bind the tensors. With `compiled`, steps are compiled at their first call.
 

@@ -15,21 +15,18 @@ import torch
 
 from ...profiling import ranges
 from ..bounded_repr import bounded_repr
-from ..errors import StructuredOutputError
+from ..distributed.rank_group import RankGroup
+from ..errors import RankError, StructuredOutputError
 from ..mask_words import MaskWords
 from ..request import Request, RequestStatus
 from ..scheduling.plan import StepPlan
 from .inputs import MaskState
-from .rank_commands import CommandSender
 
-__all__ = ["FollowedMasks", "GrammarEnd", "HostMasks", "TokenMasks"]
+__all__ = ["GrammarEnd", "HostMasks", "TokenMasks"]
 
 
 GrammarEnd: TypeAlias = tuple[Request, StructuredOutputError | None]
 """A request that ends before its next token: with an error, or None if its grammar is complete."""
-
-
-# Token masks of all rows on the host, and on ranks above 0 their source.
 
 
 class HostMasks:
@@ -75,41 +72,6 @@ class HostMasks:
             self._device[:end].copy_(self._host[:end], non_blocking=True)
 
 
-class FollowedMasks:
-    """The masks of a rank above 0, which rank 0 computes and sends."""
-
-    def __init__(self, masks: HostMasks) -> None:
-        """Write these masks."""
-        self._masks = masks
-        self.receive: Callable[[], None] | None = None
-        """Waits for the masks of the step that is about to run; None: it needs no new ones."""
-
-    def start(self) -> None:
-        """See `TokenMasks.start`; rank 0 computes them."""
-
-    def wait(self) -> None:
-        """See `TokenMasks.wait`."""
-        receive, self.receive = self.receive, None
-        if receive is not None:
-            receive()
-
-    def write(
-        self,
-        allowed: Sequence[int],
-        index_M: npt.NDArray[np.int64],
-        masks_MW: npt.NDArray[np.int32],
-        tokens_per_row: int,
-    ) -> None:
-        """Write what rank 0 has sent, and copy it to the device; see `CommandSender.masks`.
-
-        Earlier copies have been made.
-        """
-        for row in allowed:
-            self._masks.allow_all(row)
-        self._masks.array[index_M] = masks_MW
-        self._masks.copy_to_device(tokens_per_row)
-
-
 STEP_SECONDS: Final = 0.05
 
 """Processor time of all masks of a step, for which every request of the step waits. A request may
@@ -137,13 +99,15 @@ class TokenMasks:
     `wait`, in that of the caller. They need the tokens of all earlier steps: on a CPU these are
     known before a step, on a device that runs steps asynchronously after the commit of the last
     one, where the host has nothing else to do.
+
+    Rank 0 of a tensor-parallel group computes them and sends them to the others.
     """
 
     def __init__(
         self,
         masks: HostMasks,
         rewrite_drafts: Callable[[Sequence[Sequence[int]]], None],
-        commands: CommandSender | None = None,
+        group: RankGroup | None = None,
         *,
         in_thread: bool,
     ) -> None:
@@ -152,11 +116,11 @@ class TokenMasks:
         Args:
             masks: of all rows.
             rewrite_drafts: replaces the drafts of the step that is running.
-            commands: sends the masks to the other ranks; see `Runner`.
+            group: of a tensor-parallel engine.
             in_thread: whether `start` leaves the work to a thread: on a device that runs steps
                 asynchronously the host waits for it.
         """
-        self._masks, self._commands = masks, commands
+        self._masks, self._group = masks, group
         self._rewrite_drafts = rewrite_drafts
         self._restricted: set[int] = set()
         """Rows whose masks may forbid tokens."""
@@ -178,11 +142,6 @@ class TokenMasks:
         """Rows and how many masks of each the step writes."""
         self._costs: list[tuple[float, _Lane]] = []
         """Counted processor time of the masks of the step."""
-
-    @property
-    def pending(self) -> bool:
-        """Whether a step has masks that have not been waited for."""
-        return self._plan is not None
 
     def prepare(self, plan: StepPlan) -> None:
         """Take a plan. Of rows without a grammar all tokens are allowed.
@@ -232,6 +191,14 @@ class TokenMasks:
         plan, self._plan = self._plan, None
         if plan is None:  # of a warm-up, or another part of the step has waited
             return
+        if self._group is not None and self._group.rank:
+            *_, (name, *update) = self._group.receive()
+            if name != "write_masks":
+                raise RankError(
+                    f"rank {self._group.rank} awaits token masks, and rank 0 sent {name!r}"
+                )
+            self.write(*update)
+            return
         sampling = len(plan.decode) + sum(chunk.samples for chunk in plan.prefill)
         with ranges.span(ranges.MASK, sampling):
             # What the thread has not begun: on a busy machine it may wait for a processor for long.
@@ -247,10 +214,36 @@ class TokenMasks:
             plan.drafts = drafts
             self._rewrite_drafts(drafts)
         tokens_per_row = 1 + max(map(len, plan.drafts), default=0)
-        if self._commands is not None:
-            masks = self._masks
+        masks = self._masks
+        if self._group is not None:
             written = [row + n * masks.rows for row, count in self._written for n in range(count)]
-            self._commands.masks(self._allowed, written, masks.array, tokens_per_row)
+            cut = plan.drafts if self._cuts else None
+            changed = self._allowed, written, masks.array[written], cut
+            self._group.send("write_masks", tokens_per_row, *changed)
+        masks.copy_to_device(tokens_per_row)
+
+    def write(
+        self,
+        tokens_per_row: int,
+        allowed: Sequence[int],
+        written: Sequence[int],
+        values: npt.NDArray[np.int32],
+        drafts: Sequence[Sequence[int]] | None,
+    ) -> None:
+        """Write what rank 0 has sent, and copy it to the device. Earlier copies have been made.
+
+        Args:
+            tokens_per_row: masks of each row that are copied.
+            allowed: rows that may sample any token.
+            written: indices of the other masks that change.
+            values: these masks.
+            drafts: the drafts of the step, if some were taken out.
+        """
+        if drafts is not None:
+            self._rewrite_drafts(drafts)
+        for row in allowed:
+            self._masks.allow_all(row)
+        self._masks.array[written] = values
         self._masks.copy_to_device(tokens_per_row)
 
     def close(self) -> None:

@@ -160,7 +160,7 @@ def measure(device: FakeDevice, captured: CapturePeaks | None = None, masks: int
         device=torch.device("cuda"),
         sizes=SIZES,
         run=lambda key: run(key, peak_of(key)),
-        scorer=SimpleNamespace(run_largest_slice=lambda: run("scorer", SCORING)),
+        score_largest_slice=lambda: run("scorer", SCORING),
     )
     model = SimpleNamespace(kernels=SimpleNamespace(masks=masks), stack=None)
     return measure_steps(cast(Runner, runner), cast(Any, model), captured)

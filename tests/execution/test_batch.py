@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,6 +15,7 @@ from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.runtime.execution.inputs import (
     EmbedInputs,
     Int64Array,
+    PrefillChunk,
     StepInputs,
     write_embeds,
     write_prefill,
@@ -70,7 +73,7 @@ def test_prefill(prefill: tuple[list[RowSpan], int]) -> None:
     null_row = 9
     host = poisoned()
     chunks = [replace(chunk, draft_stop=1000 + chunk.row) for chunk in chunks]
-    write_prefill(chunks, null_row, bucket, host)
+    write_prefill([PrefillChunk.of(chunk) for chunk in chunks], null_row, bucket, host)
 
     expected = list(tokens_of(chunks))
     lanes = np.stack([host.token_rows, host.positions, host.token_ids], axis=1)
@@ -107,9 +110,10 @@ def test_embeds(prefill: tuple[list[RowSpan], int], places: list[tuple[int, int]
     """Each token of a chunk shows the vector of its position, if a span covers it."""
     chunks, _ = prefill
     layout = EmbedInputs.layout(prefill_tokens=16, hidden_size=2)
-    host = StaticBuffers.allocate(EmbedInputs[torch.Tensor], layout, "cpu").device
-    host.embeds.fill_(float("nan"))
-    host.mask.fill_(True)  # of the step before
+    buffers = StaticBuffers.allocate(EmbedInputs[torch.Tensor], layout, "cpu")
+    host = buffers.arrays(EmbedInputs[npt.NDArray[Any]])
+    host.embeds.fill(float("nan"))
+    host.mask.fill(True)  # of the step before
     spans, position = [], 0
     for gap, length in places:
         position += gap
@@ -117,11 +121,11 @@ def test_embeds(prefill: tuple[list[RowSpan], int], places: list[tuple[int, int]
         position += length
     for chunk in chunks:
         chunk.request.embeds = tuple(spans)
-    write_embeds(chunks, host)
+    write_embeds([PrefillChunk.of(chunk) for chunk in chunks], host)
     shown = {s.position + i: row for s in spans for i, row in enumerate(s.content.embeds)}
     expected = [shown.get(position) for _, position, _ in tokens_of(chunks)]
     assert host.mask.tolist() == [row is not None for row in expected] + [False] * (
         16 - len(expected)
     )
     for index, row in enumerate(expected):
-        assert row is None or torch.equal(host.embeds[index], row)
+        assert row is None or np.array_equal(host.embeds[index], row)

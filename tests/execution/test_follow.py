@@ -1,10 +1,11 @@
-"""Commands of rank 0, and a runner that follows them as another rank does.
+"""What rank 0 sends, and a runner that follows it as another rank does.
 
 The follower has the whole model: without collectives it must compute what rank 0 does.
 """
 
 from __future__ import annotations
 
+import pickle
 from collections import deque
 from typing import Any
 
@@ -12,10 +13,7 @@ import pytest
 from stepgraph.runtime import Engine, SamplingParams
 from stepgraph.runtime.engine import startup
 from stepgraph.runtime.errors import RankError
-from stepgraph.runtime.execution.follower import Follower
-from stepgraph.runtime.execution.rank_commands import Command, CommandSender
-from stepgraph.runtime.execution.runner import Runner
-from stepgraph.runtime.execution.token_masks import FollowedMasks
+from stepgraph.runtime.execution.runner import Runner, follow
 
 from ..rigs.engine_rig import MIXED_PARAMS, Open, loop_of
 from ..rigs.fake_graphs import FakeGraphs, make_fake_graphs  # noqa: F401
@@ -25,25 +23,27 @@ from ..speculation.test_speculation import run_mixed
 
 
 class FakeGroup:
-    """The group of both ranks: what rank 0 sends waits until the other one reads it."""
+    """One of two ranks: what rank 0 sends waits until the other one reads it."""
 
     timeout = 5.0
+    checksum = 0
 
-    def __init__(self, rank: int, messages: deque[tuple[int, int, bytes]]) -> None:
+    def __init__(self, rank: int, messages: deque[bytes]) -> None:
         self.rank, self.messages = rank, messages
         self.tokens: list[bytes] = []
-        self.checksum = 0
 
     @property
     def steps(self) -> int:
         return len(self.tokens)
 
-    def send(self, kind: int, payload: bytes = b"") -> None:
-        self.messages.append((self.steps, kind, payload))
+    def send(self, *message: object) -> None:
+        self.messages.append(pickle.dumps((self.steps, 0, message)))
 
-    def receive(self) -> tuple[int, int, tuple[int, bytes]]:
-        steps, *message = self.messages.popleft()
-        return steps, 0, tuple(message)
+    def receive(self) -> Any:
+        return pickle.loads(self.messages.popleft())
+
+    def serve(self, seconds: float) -> None:
+        """Nothing waits."""
 
     def check(self) -> None:
         """Nothing fails."""
@@ -61,46 +61,43 @@ def mode(request: Any, fake_graphs: FakeGraphs) -> str:
 
 def open_ranks(
     open_engine: Open, monkeypatch: pytest.MonkeyPatch, mode: str, variant: str, **config: Any
-) -> tuple[Engine, Engine, FakeGroup]:
-    """Open rank 0, and the engine of the other rank; return the group of both."""
-    group = FakeGroup(0, deque())
-
-    def make(*arguments: Any) -> Runner:
-        *others, _, drafter = arguments
-        return Runner(*others, CommandSender(group), drafter)  # type: ignore[arg-type]
-
+) -> tuple[Engine, Engine, deque[bytes]]:
+    """Open the engines of two ranks; return the messages of rank 0 as well."""
+    messages: deque[bytes] = deque()
+    engines: list[Engine] = []
     config |= {"mode": mode, "compile": False, "dtype": "float32", "max_model_len": 44}
     config |= {"kernels": "torch" if mode == "eager" else "auto"}
-    with monkeypatch.context() as patched:
-        patched.setattr(startup, "Runner", make)
-        engine = open_engine(variant, **config)
-    return engine, open_engine(variant, **config), group
+    for rank in (0, 1):
+
+        def make(*arguments: Any, group: FakeGroup = FakeGroup(rank, messages)) -> Runner:  # noqa: B008
+            *others, _, drafter = arguments
+            return Runner(*others, group, drafter)  # type: ignore[arg-type]
+
+        with monkeypatch.context() as patched:
+            patched.setattr(startup, "Runner", make)
+            engines.append(open_engine(variant, **config))
+    return engines[0], engines[1], messages
 
 
-def receive_masks(engine: Engine, mode: str) -> None:
-    """Let the steps of a follower wait for the masks of rank 0."""
-    runner = loop_of(engine).runner
-    assert runner._host_masks is not None
-    masks = runner.followed_masks = FollowedMasks(runner._host_masks)
-    for functions in (runner.functions, runner._eager):
-        functions._masks_thread = None if mode == "graph" else masks
+def names(messages: deque[bytes]) -> set[str]:
+    return {pickle.loads(message)[2][0] for message in messages}
 
 
-def follow(engine: Engine, sent: FakeGroup) -> None:
-    """Run the commands; the tokens are those of rank 0."""
-    group = FakeGroup(1, sent.messages)
-    sent.send(Command.CLOSE)
-    follower = Follower(loop_of(engine).runner, group, lambda _: None, lambda _: None)  # type: ignore[arg-type]
-    follower.follow()
-    assert group.tokens == sent.tokens
-    assert len(group.tokens) > 10
+def follow_rank_0(engine: Engine, follower: Engine) -> None:
+    """Run the messages; the tokens are those of rank 0."""
+    runners = [loop_of(e).runner for e in (engine, follower)]
+    runners[0].send("close")
+    follow(runners[1], lambda _: None)
+    groups: list[Any] = [runner.group for runner in runners]
+    assert groups[0].tokens == groups[1].tokens
+    assert len(groups[0].tokens) > 10
 
 
 def test_follower_runs_masked_steps(
     open_engine: Open, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
     """On a CPU masks arrive within a step, on a device that runs asynchronously between parts."""
-    engine, follower, group = open_ranks(
+    engine, follower, messages = open_ranks(
         *(open_engine, monkeypatch, mode, "text"),
         structured_output=True,
         max_num_seqs=2,
@@ -108,7 +105,6 @@ def test_follower_runs_masked_steps(
         prefill_chunk=16,
         speculation={"num_speculative_tokens": 2, "adaptive": False},
     )
-    receive_masks(follower, mode)
     forced = {"regex": "abcde[f-h]xyzabc+"}
     params = [
         SamplingParams(max_tokens=14, temperature=0.0, structured=GRAMMARS[0]),
@@ -120,8 +116,8 @@ def test_follower_runs_masked_steps(
     found = run_mixed(engine, prompts, params)
     assert {end for _, end, _, _ in found.values()} <= {"stop", "length"}
     assert engine.stats()["speculation"]["accepted"] > 2
-    assert Command.MASKS in [kind for _, kind, _ in group.messages]
-    follow(follower, group)
+    assert "write_masks" in names(messages)
+    follow_rank_0(engine, follower)
     ours, theirs = (loop_of(e).runner.state.masks for e in (engine, follower))
     assert ours is not None
     assert theirs is not None
@@ -133,7 +129,7 @@ def test_follower_has_the_drafts_of_rank_0(
 ) -> None:
     """Rows come, go and are swapped. Where steps run asynchronously, rows keep their drafts."""
     drafter = {"method": "draft_model", "model": str(base.directory), "adaptive": False}
-    engine, follower, group = open_ranks(
+    engine, follower, messages = open_ranks(
         *(open_engine, monkeypatch, mode, "base"),
         buckets=(4,),
         block_size=4,
@@ -146,8 +142,8 @@ def test_follower_has_the_drafts_of_rank_0(
     stats = engine.stats()
     assert stats["cache"]["swapped_in"]
     assert stats["speculation"]["accepted"] > 15
-    assert Command.CLEAR_DRAFTER in [kind for _, kind, _ in group.messages]
-    follow(follower, group)
+    assert "clear_drafter" in names(messages)
+    follow_rank_0(engine, follower)
     ours, theirs = (loop_of(e).runner for e in (engine, follower))
     assert ours.drafter is not None
     assert theirs.drafter is not None
@@ -158,11 +154,27 @@ def test_follower_has_the_drafts_of_rank_0(
         assert ours.state.drafts.equal(theirs.state.drafts)
 
 
-def test_step_that_gets_no_masks_is_an_error(open_engine: Open) -> None:
-    engine = open_engine("text", structured_output=True, max_num_seqs=1, kernels="torch")
-    receive_masks(engine, "eager")
-    group = FakeGroup(0, deque())
-    (key, *_) = filter(lambda key: key.masked, loop_of(engine).runner.sizes.keys())
-    CommandSender(group).run(key, 1, awaits_masks=True)  # type: ignore[arg-type]
+@pytest.mark.parametrize("mode", ["eager"], indirect=True)
+def test_step_that_gets_no_masks_is_an_error(
+    open_engine: Open, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    engine, follower, messages = open_ranks(
+        *(open_engine, monkeypatch, mode, "text"), structured_output=True, max_num_seqs=1
+    )
+    engine.generate([[7]], SamplingParams(max_tokens=3, structured=GRAMMARS[0]))
+    kept = [message for message in messages if b"write_masks" not in message]
+    messages.clear()
+    messages.extend(kept)
     with pytest.raises(RankError):
-        follow(engine, group)
+        follow_rank_0(engine, follower)
+
+
+def test_step_with_other_tokens_is_an_error(
+    open_engine: Open, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    engine, follower, messages = open_ranks(*(open_engine, monkeypatch, mode, "base"))
+    engine.generate([[7]], SamplingParams(max_tokens=3))
+    steps, _, message = pickle.loads(messages.pop())
+    messages.append(pickle.dumps((steps, 1, message)))
+    with pytest.raises(RankError):
+        follow_rank_0(engine, follower)
