@@ -6,9 +6,6 @@ import json
 import os
 import shutil
 import struct
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +18,6 @@ from stepgraph.runtime.errors import CheckpointError, MemoryBudgetError
 from stepgraph.runtime.loading import loader
 from stepgraph.runtime.loading.checkpoint import CheckpointReader
 from stepgraph.runtime.loading.loader import resolve_source
-from stepgraph.runtime.loading.tokenizer import load_tokenizer
 
 EAGER = EngineConfig(device="cpu", mode="eager", max_num_seqs=2)
 FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json")
@@ -134,80 +130,6 @@ def test_a_source_that_is_no_path(source: Any) -> None:
     with pytest.raises(CheckpointError) as caught:
         resolve_source(source)
     assert len(str(caught.value)) < 1000
-
-
-def read_all(directory: Path) -> None:
-    resolve_source(directory)
-    load_tokenizer(directory)
-    CheckpointReader(directory).close()
-
-
-@pytest.mark.parametrize("name", [*FILES, "."])
-def test_what_this_user_may_not_read(tiny: Any, name: str) -> None:
-    with tempfile.TemporaryDirectory() as outside:  # pytest's folders are closed for other users
-        Path(outside).chmod(0o755)
-        directory = shutil.copytree(tiny("text").directory, Path(outside) / "checkpoint")
-        for path in (directory, *directory.iterdir()):
-            path.chmod(0o755)
-        (directory / name).chmod(0)
-        root = os.geteuid() == 0
-        if root:
-            os.seteuid(54321)  # root may read everything
-        try:
-            with pytest.raises(CheckpointError) as caught:
-                read_all(directory)
-        finally:
-            if root:
-                os.seteuid(0)
-            directory.chmod(0o755)
-    assert str(directory / name) in str(caught.value)
-
-
-LIMITED = """
-import json, resource, sys
-from stepgraph.cache.memory.device_memory import _status_bytes
-from stepgraph.runtime import Engine, EngineConfig, SamplingParams
-from stepgraph.runtime.errors import MemoryBudgetError
-
-def outcome(**choices):
-    config = EngineConfig(device="cpu", mode="eager", max_num_seqs=2, **choices)
-    try:
-        with Engine.from_pretrained(sys.argv[1], config) as engine:
-            engine.generate([[1, 2]], SamplingParams(max_tokens=2))
-    except MemoryBudgetError as error:
-        return len(str(error)) < 3000
-    return "works"
-
-results = [outcome()]  # threads and code are there now
-for room, choices in json.loads(sys.argv[2]):
-    limit = _status_bytes("VmSize") + (room << 20)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
-    results.append(outcome(**choices))
-print(json.dumps(results))
-"""
-CASES: list[tuple[int, dict[str, Any], object]] = [
-    (400, {}, "works"),
-    (40, {"memory_bytes": 1 << 30}, True),
-    (100, {"num_blocks": 1 << 18}, True),
-    (0, {}, True),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="limits of the address space are Linux's")
-def test_limits_of_the_address_space(tiny: Any) -> None:
-    """In a process of its own, for what it holds is known."""
-    cases = json.dumps([(room, choices) for room, choices, _ in CASES])
-    result = subprocess.run(
-        [sys.executable, "-c", LIMITED, str(tiny("text").directory), cases],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert result.returncode == 0, result.stderr
-    assert json.loads(result.stdout) == ["works", *(expected for *_, expected in CASES)]
 
 
 def test_an_allocation_that_fails_is_a_matter_of_memory(

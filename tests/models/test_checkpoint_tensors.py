@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 from stepgraph.runtime import CheckpointError
 from stepgraph.runtime.loading.checkpoint import CheckpointReader, check_tensors
@@ -70,22 +69,6 @@ def test_unused_tensors_do_not_hide_the_dtype_of_a_parameter(
         pass
     assert name in str(caught.value)
     assert "mtp" not in str(caught.value)
-
-
-def test_unused_tensors_of_published_gpt_neox(tmp_path: Path) -> None:
-    config = transformers.GPTNeoXConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        vocab_size=101, max_position_embeddings=64,
-    )  # fmt: skip
-    transformers.GPTNeoXForCausalLM(config).save_pretrained(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    for layer in range(2):
-        prefix = f"gpt_neox.layers.{layer}.attention."
-        tensors[prefix + "bias"] = torch.ones(1, 1, 64, 64, dtype=torch.bool).tril()
-        tensors[prefix + "masked_bias"] = torch.tensor(-1e9)
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with opened(tmp_path, model_impl="auto", **SMALL):
-        pass
 
 
 def test_missing_experts_are_listed(tmp_path: Path) -> None:

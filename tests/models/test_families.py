@@ -7,17 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from stepgraph.cache.spec import group_layers
 from stepgraph.runtime import Engine
-from stepgraph.runtime.kernels import select_kernels
-from stepgraph.runtime.loading.checkpoint import read_config
-from stepgraph.runtime.models.decoder import Decoder
-from stepgraph.runtime.models.plan import model_plan
 
 from ..rigs.engine_rig import Open, greedy
 from ..rigs.expert_models import EXPERT_VARIANTS
 from ..rigs.family_variants import FAMILY_VARIANTS
-from ..rigs.tiny_models import Tiny, TinyModel, load_weights
+from ..rigs.tiny_models import Tiny, TinyModel
 
 SHAPES = (  # of Llama
     *("base", "odd", "one_kv_head", "as_many_kv_heads", "biases", "sharded", "llama3_rope"),
@@ -48,21 +43,6 @@ CPU = torch.device("cpu")
 def slow_but(quick: Iterable[str], variants: Iterable[str] = ALL) -> list[Any]:
     """Parameters of which only the quick ones run without being asked for."""
     return [v if v in quick else pytest.param(v, marks=pytest.mark.slow) for v in variants]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("variant", ["base", "gemma2", "gemma3"])
-def test_embeddings_are_those_of_transformers(tiny: Tiny, variant: str, dtype: torch.dtype) -> None:
-    """To the last bit: the root that Gemma multiplies by is rounded to the dtype first."""
-    model = tiny(variant)
-    config = read_config(model.directory)
-    kernels = select_kernels(CPU, "eager", dtype)
-    decoder = Decoder(config, kernels, dtype, CPU, group_layers(model_plan(config).states))
-    load_weights(decoder, model.directory)
-    ids = torch.arange(model.vocab_size)
-    with torch.no_grad():
-        expected = model.reload(dtype).get_input_embeddings()(ids)
-        torch.testing.assert_close(decoder.embed(ids), expected, rtol=0, atol=0)
 
 
 # More prompts than rows, so that rows are handed on; several windows long, and many chunks. 150 is

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from stepgraph.runtime.kernels.ops.rotation import rotate
 from stepgraph.runtime.models.config import ModelConfig
 from stepgraph.runtime.models.decoder import FrequenciesByLength
 from stepgraph.runtime.models.plan import model_plan
-from stepgraph.runtime.models.presets import PRESETS, preset
 from stepgraph.runtime.models.rope import inverse_frequencies
 from transformers import Glm4Config, LlamaConfig
 from transformers.models.glm4.modeling_glm4 import Glm4RotaryEmbedding
@@ -65,24 +63,6 @@ def test_equal_to_transformers(data: st.DataObject) -> None:
     assert actual.shape == (head_dim // 2,)
     torch.testing.assert_close(actual, embedding.inv_freq, rtol=1e-5, atol=1e-12)
     assert config.rope(0).scaling.amplitude == pytest.approx(embedding.attention_scaling)
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_presets_to_the_last_bits(name: str) -> None:
-    config = preset(name)
-    plan = model_plan(config)
-    for layer in range(config.num_layers):
-        rope, head_dim = config.rope(layer), plan.rope_dim
-        actual = inverse_frequencies(rope, head_dim)
-        rotated = rope.rotated_elements(head_dim)
-        assert not actual[rotated // 2 :].any()
-        if not rotated:
-            continue
-        parameters = dataclasses.asdict(rope.scaling) | {"rope_theta": rope.theta}
-        parameters |= {"rope_type": parameters.pop("type")}
-        hf = LlamaConfig(head_dim=rotated, rope_parameters=parameters)
-        expected = LlamaRotaryEmbedding(hf).inv_freq
-        torch.testing.assert_close(actual[: rotated // 2], expected, rtol=3e-7, atol=0.0)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from stepgraph.runtime.errors import CheckpointError
 from stepgraph.runtime.kernels.ops.parameter import HeadRows
 from stepgraph.runtime.loading.checkpoint import CheckpointReader, check_tensors
-from stepgraph.runtime.loading.loader import iter_weights, random_weights
+from stepgraph.runtime.loading.loader import random_weights
 from stepgraph.runtime.models.config import ModelConfig
 from stepgraph.runtime.models.plan import Source, fused_layout, model_plan
 from stepgraph.runtime.models.presets import PRESETS
@@ -34,31 +32,6 @@ WIDE = small("llama-3.2-1b", vocab_size=4096, hidden_size=1024)
 
 def shards(config: ModelConfig, ranks: int) -> list[ModelConfig]:
     return [dataclasses.replace(config, shard=(rank, ranks)) for rank in range(ranks)]
-
-
-def resident(path: Path) -> int:
-    """Bytes of the file that this process has mapped and touched."""
-    parts = re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text())
-    sizes = (re.search(r"^Rss: +(\d+) kB", part, re.M) for part in parts if str(path) in part)
-    return sum(1024 * int(size[1]) for size in sizes if size is not None)
-
-
-def touched(config: ModelConfig, directory: Path) -> int:
-    """Bytes of a checkpoint that are mapped once a model, or the part of a rank, is loaded."""
-    with CheckpointReader(directory) as reader:
-        for _ in iter_weights(reader, config, torch.float32):
-            pass
-        return resident(directory / "model.safetensors")
-
-
-def test_a_rank_touches_its_own_rows_only(tmp_path: Path) -> None:
-    """To within the pages that Linux maps with a page that is read."""
-    config = dataclasses.replace(WIDE, vocab_size=1 << 17, hidden_size=128, intermediate_size=64)
-    write_checkpoint(config, tmp_path)
-    whole = touched(config, tmp_path)
-    assert whole > 0.95 * (tmp_path / "model.safetensors").stat().st_size
-    for shard in shards(config, 4):
-        assert touched(shard, tmp_path) < 0.35 * whole
 
 
 @pytest.mark.parametrize("variant", ["base", "phi3", "glm4", "deepseek_v3", "mixtral", "gpt_oss"])
@@ -109,34 +82,6 @@ def test_random_weights_of_ranks_are_parts_of_those_of_the_model(variant: str, r
             elif not any(source.name for source in layout[name].sources):
                 expected = torch.zeros_like(expected)
             assert torch.equal(part.flatten(), expected.flatten()), name
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_columns_of_mxfp4_blocks(ranks: int, tmp_path: Path) -> None:
-    """Ranks with parts of blocks of 32 elements decode what the whole model decodes."""
-    config = tiny_config("gpt_oss_mxfp4", 4).with_layers([0])
-    assert config.experts is not None
-    experts = dataclasses.replace(config.experts, moe_intermediate_size=96)
-    config = dataclasses.replace(config, experts=experts)
-    generator = torch.Generator().manual_seed(0)
-    stored: dict[str, torch.Tensor] = {}
-    blocks = {f"model.layers.0.mlp.experts.{name}_proj_blocks" for name in ("gate_up", "down")}
-    for fused in fused_layout(config).values():
-        for source in fused.stored_in(blocks).sources:
-            assert source.name is not None
-            if not source.name.endswith("_blocks"):
-                stored[source.name] = torch.randn(source.shape, generator=generator)
-                continue
-            *leading, columns = source.shape
-            scales = source.name.replace("_blocks", "_scales")
-            for name, shape in ((source.name, (columns // 32, 16)), (scales, (columns // 32,))):
-                numbers = torch.randint(120, 130, (*leading, *shape), generator=generator)
-                stored[name] = numbers.to(torch.uint8)
-    save_file(stored, tmp_path / "model.safetensors")
-    name = "layers.0.experts.down.weight"
-    whole = dict(stored_weights(config, tmp_path))[name]
-    parts = [dict(stored_weights(shard, tmp_path))[name] for shard in shards(config, ranks)]
-    assert torch.equal(torch.cat(parts, dim=1), whole)
 
 
 def test_a_rank_refuses_what_the_whole_model_refuses(tmp_path: Path) -> None:

@@ -385,17 +385,3 @@ def test_no_request_compiles_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
         assert graphs["unique_graphs"] == made
         (alone,) = running.generate(prompts(2), random)
         assert alone.token_ids == outputs[0].token_ids
-
-
-@needs_compiler
-@pytest.mark.slow
-def test_compiled_steps_are_found_again_at_the_next_start(tmp_path: Path) -> None:
-    directory = save("gpt_neox", tmp_path, num_hidden_layers=1)
-    for start in range(2):
-        with engine(directory, mode="compile", max_num_seqs=2) as running:
-            check_greedy(running, directory)
-            stats = running.stats()
-            code = stats["start"]["code_cache"]
-            assert (stats["mode"], stats["kernels"]) == ("compile", "cpu")
-            assert code["misses"] == 0 if start else sum(code.values()) > 0
-            assert stats["fallbacks"] == 0
