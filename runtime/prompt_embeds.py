@@ -118,13 +118,12 @@ def check_spans(
                 f" not a {type_name(span)}"
             )
         content = span.content
-        if not isinstance(content, EncodedContent):
+        key = content.key if isinstance(content, EncodedContent) else None
+        if not isinstance(key, bytes) or len(key) != KEY_BYTES:
             raise _refusal(
-                f"span {index} has a content of type {type(content).__name__}: use"
-                " EncodedContent.of(tensor)"
+                f"span {index} has a content of type {type_name(content)}, or a key that is not"
+                f" {KEY_BYTES} bytes: use EncodedContent.of(tensor)"
             )
-        if not isinstance(content.key, bytes) or len(content.key) != KEY_BYTES:
-            raise _refusal(f"span {index} has a content whose key is not {KEY_BYTES} bytes")
         embeds = _checked_embeds(content.embeds, hidden_size, dtype, f"span {index} has")
         if not 0 <= span.position <= num_tokens - len(embeds):
             raise _refusal(

@@ -105,6 +105,13 @@ class _Format(NamedTuple):
     what: str
     remedy: str = _QUANTISE
 
+    def refusal(self, subject: object) -> CheckpointError:
+        """Return the error for a directory or a file in this format."""
+        return CheckpointError(
+            f"{subject}: it holds {self.what}. This format is not read: {self.remedy}",
+            code=self.code,
+        )
+
 
 _PICKLE = _Format("pickle", "weights in pickle files, which can run code", _SAVE)
 _PEFT = _Format("peft", "a PEFT adapter; adapters are not applied", _MERGE)
@@ -122,22 +129,27 @@ def no_checkpoint(path: Path) -> CheckpointError:
     """Return the error for a file, or for a directory without `config.json`."""
     subject = f"no checkpoint at {_shown(path)}"
     if path.is_dir() or not has_file(path):
-        return _without(f"{subject}: it has no config.json", _names(path), "no_config")
-    return _without(f"{subject}: it is a file", [path.name], "file")
+        return _without(f"{subject}: it has no config.json", path, "no_config")
+    return _without(f"{subject}: it is a file", path, "file")
 
 
 def no_weights(directory: Path, expected: str) -> CheckpointError:
     """Return the error for a directory with `config.json` but without the weights expected."""
-    return _without(f"{directory} has neither {expected}", _names(directory), "no_weights")
+    return _without(f"{directory} has neither {expected}", directory, "no_weights")
 
 
-def _without(subject: str, names: list[str], code: str) -> CheckpointError:
-    """Return the error for something with these files; `code` if they are of no known format."""
+def _without(subject: str, path: Path, code: str) -> CheckpointError:
+    """Return the error for a file or directory; `code` if it is in no known format."""
+    names = [path.name]
+    if code != "file":
+        names = []
+        with suppress(OSError), os.scandir(path) as entries:
+            names = sorted(entry.name for entry in islice(entries, _MOST_NAMES))
     for pattern, found in _OF_FILES.items():
         for name in names:
             if fnmatchcase(name.lower(), pattern):
                 what = f"{bounded_text(name, 80)} ({found.what})"
-                return _not_read(subject, found._replace(what=what))
+                return found._replace(what=what).refusal(subject)
     held = ", ".join(bounded_text(each, 60) for each in names[:_SHOWN]) or "nothing"
     more = ", ..." if len(names) > _SHOWN else ""
     return CheckpointError(
@@ -154,7 +166,7 @@ def refuse_other_formats(directory: Path, config: Mapping[str, Any]) -> None:
     model does not name as transformers does.
     """
     if has_file(directory / "adapter_config.json"):
-        raise _not_read(str(directory), _PEFT)
+        raise _PEFT.refusal(directory)
     if config.get("compression_config") is not None:
         raise quantised_by("compressed-tensors", directory)
     settings = config.get("quantization", config.get("quantization_config"))
@@ -172,18 +184,4 @@ _MLX_KEYS = {"group_size", "quant_method"}
 
 def quantised_by(code: str, path: Path) -> CheckpointError:
     """Return the error for weights that another library quantised."""
-    return _not_read(str(path), _Format(code, f"weights quantised by {code}"))
-
-
-def _names(directory: Path) -> list[str]:
-    """Names in a directory, sorted; not all of a huge one."""
-    with suppress(OSError), os.scandir(directory) as entries:
-        return sorted(entry.name for entry in islice(entries, _MOST_NAMES))
-    return []
-
-
-def _not_read(subject: str, found: _Format) -> CheckpointError:
-    return CheckpointError(
-        f"{subject}: it holds {found.what}. This format is not read: {found.remedy}",
-        code=found.code,
-    )
+    return _Format(code, f"weights quantised by {code}").refusal(path)

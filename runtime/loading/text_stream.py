@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import codecs
 import json
-import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -30,7 +29,6 @@ __all__ = [
     "BYTE_OF_FALLBACK_TOKEN",
     "Pieces",
     "TextStream",
-    "find_difference",
     "is_streamable",
     "stages",
     "tokenizer_errors",
@@ -193,7 +191,6 @@ _MAX_INCOMPLETE_BYTES = 3
 """Most bytes of an incomplete UTF-8 character."""
 _MAX_START_TOKENS = 16
 """Visible tokens without text after which the text counts as started."""
-_CHECKED_TEXTS, _CHECKED_TOKENS = 8, 16
 
 
 def is_streamable(decoder: Sequence[Mapping[str, Any]]) -> bool:
@@ -270,17 +267,3 @@ class TextStream:
             self._start = None
         text = self._utf8.decode(pieces.of(token_id))
         return text.translate(pieces.replaced) if pieces.replaced else text
-
-
-def find_difference(pieces: Pieces) -> tuple[str, str] | None:
-    """Return the texts of a stream and of `decode` for tokens where they differ, or None."""
-    choices = pieces.sample()
-    generator = random.Random(0)
-    for _ in range(_CHECKED_TEXTS if choices else 0):
-        token_ids = generator.choices(choices, k=_CHECKED_TOKENS)  # with repetitions
-        stream = TextStream(pieces, (), skip_special_tokens=True)
-        text = "".join(map(stream.push, token_ids))
-        whole = pieces.decode(token_ids, skip_special_tokens=True)
-        if text != whole and text != whole.removesuffix("\ufffd"):  # an unfinished character
-            return text, whole
-    return None

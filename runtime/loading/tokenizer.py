@@ -21,10 +21,8 @@ from .chat_template import ChatPrompt, ChatTemplates, Message, chat_prompts, is_
 from .checkpoint_files import has_file, read_json_object
 from .text_stream import (
     BYTE_OF_CHAR,
-    BYTE_OF_FALLBACK_TOKEN,
     Pieces,
     TextStream,
-    find_difference,
     is_streamable,
     stages,
     tokenizer_errors,
@@ -128,9 +126,8 @@ def _named_templates(path: Path, value: object) -> dict[str, str]:
     return entries
 
 
-_KEEPING_PRE_TOKENIZERS = frozenset(
-    {"ByteLevel", "Metaspace", "Split", "Punctuation", "Digits", "UnicodeScripts"}
-)
+_KEEPING = {"ByteLevel", "Metaspace", "Split", "Punctuation", "Digits", "UnicodeScripts"}
+"""Pre-tokenizers that keep all of a text, unless they remove what they split at."""
 _MOST_COMPOSED = 4
 """Characters that NFC composes to one, at most."""
 _MAX_SHOWN_CHARS = 200
@@ -162,14 +159,6 @@ class TextTokenizer:
             )
         self.pieces = Pieces(tokenizer)
         """The bytes that each token adds to a text."""
-        difference = find_difference(self.pieces)
-        if difference is not None:
-            raise CheckpointError(
-                f"its decoder {_shown(decoder)} gives {_shown(difference[1])} for tokens that"
-                f" give {_shown(difference[0])} one by one, so output cannot be streamed: remove"
-                " tokenizer.json to serve requests of token ids"
-            )
-
         self._special_texts: dict[str, list[str]] = {}  # by their first two characters
         for text, token_id in self.added_tokens.items():
             if token_id in self.special_ids and token_id not in self.eos_token_ids:
@@ -330,34 +319,23 @@ def read_tokenizer(path: Path) -> Tokenizer:
 
 
 def _longest_token(tokenizer: Tokenizer) -> int | None:
-    """Return the characters of the longest token; None if a text can lose characters.
+    """Return the characters of the longest token of a byte-level BPE, which loses no text.
 
-    It loses none in a BPE with a token for every byte, where whole text reaches the model.
+    None for other tokenizers, and where added tokens take spaces around them.
     """
-    model = tokenizer.model
-    if not isinstance(model, models.BPE):
-        return None
-    if model.continuing_subword_prefix or model.end_of_word_suffix:
-        return None
-    added = tokenizer.get_added_tokens_decoder().values()
-    if any(token.lstrip or token.rstrip for token in added):
-        return None
-    joined = 1
-    for part in stages(tokenizer.normalizer, "normalizers"):
-        joined = _MOST_COMPOSED if part["type"] == "NFC" else joined
-        kept = part["type"] == "Replace" and len(part["pattern"].get("String", "")) == 1
-        if not (kept and part["content"]) and part["type"] not in ("Prepend", "NFC"):
-            return None
-    byte_level = False
-    for part in stages(tokenizer.pre_tokenizer, "pretokenizers"):
-        byte_level |= part["type"] == "ByteLevel"
-        if part["type"] not in _KEEPING_PRE_TOKENIZERS or part.get("behavior") == "Removed":
-            return None
+    model, added = tokenizer.model, tokenizer.get_added_tokens_decoder().values()
+    normalizers = [part["type"] for part in stages(tokenizer.normalizer, "normalizers")]
+    splits = stages(tokenizer.pre_tokenizer, "pretokenizers")
+    kinds = {part["type"] for part in splits}
+    removes = any(part.get("behavior") == "Removed" for part in splits)
+    removes |= any(token.lstrip or token.rstrip for token in added)
     vocabulary = tokenizer.get_vocab(with_added_tokens=False)
-    every = BYTE_OF_CHAR if byte_level else BYTE_OF_FALLBACK_TOKEN
-    if not vocabulary.keys() >= every.keys() or not (byte_level or model.byte_fallback):
+    if not isinstance(model, models.BPE) or removes or not {"ByteLevel"} <= kinds <= _KEEPING:
         return None
-    return joined * max(map(len, (*vocabulary, *(token.content for token in added))))
+    if not set(normalizers) <= {"NFC"} or not vocabulary.keys() >= BYTE_OF_CHAR.keys():
+        return None
+    longest = max(map(len, (*vocabulary, *(token.content for token in added))))
+    return longest * (_MOST_COMPOSED if normalizers else 1)
 
 
 def _add_begin_and_end(tokenizer: Tokenizer, config: TokenizerConfig) -> None:

@@ -485,13 +485,6 @@ def _dense_granite(config: Json) -> Json:
     return {**config, "layer_types": types}
 
 
-def _with_end_tokens(config: Json) -> Json:
-    """GLM: without end-of-text tokens, it gets the published models' tokens."""
-    if config.get("eos_token_id") is not None:
-        return config
-    return {**config, "eos_token_id": _GLM["eos_token_id"]}
-
-
 def _with_lfm2_names(config: Json) -> Json:
     """LFM2: layers by number, and a width of the MLP that is rounded."""
     attending = _layers(config, "full_attn_idxs")
@@ -518,11 +511,12 @@ def _with_lfm2_names(config: Json) -> Json:
     }
 
 
+_LLAMA_TOKENS = {"bos_token_id": 1, "eos_token_id": 2}
+
 _LFM2 = Family(
     architecture="Lfm2ForCausalLM",
     defaults={
-        "bos_token_id": 1,
-        "eos_token_id": 2,
+        **_LLAMA_TOKENS,
         "num_key_value_heads": 8,
         "norm_eps": 1e-5,
         "tie_word_embeddings": True,
@@ -594,10 +588,11 @@ _OLMO2 = Family(
 )
 
 _GRANITE: dict[str, Any] = {
-    "bos_token_id": 1,
-    "eos_token_id": 2,
+    **_LLAMA_TOKENS,
     **dict.fromkeys(MULTIPLIERS, 1.0),
 }
+
+_GLM_END = [151329, 151336, 151338]
 
 _GLM: dict[str, Any] = {
     "num_key_value_heads": 2,
@@ -605,13 +600,16 @@ _GLM: dict[str, Any] = {
     "rms_norm_eps": 1.5625e-07,
     "attention_bias": True,
     "partial_rotary_factor": 0.5,
-    "eos_token_id": [151329, 151336, 151338],
+    "eos_token_id": _GLM_END,
 }
 
 _GLM_FAMILY = Family(
     architecture="GlmForCausalLM",
     defaults=_GLM,
-    prepare=_with_end_tokens,
+    # Without end-of-text tokens, it gets the published models' tokens.
+    prepare=lambda config: (
+        {**config, "eos_token_id": _GLM_END} if config["eos_token_id"] is None else config
+    ),
     gate_up=("mlp.gate_up_proj",),
     output_bias=False,
     rope_interleaved=True,
@@ -807,16 +805,11 @@ _DEEPSEEK: dict[str, Any] = {
 FAMILIES: dict[str, Family] = {
     "llama": Family(
         architecture="LlamaForCausalLM",
-        defaults={"bos_token_id": 1, "eos_token_id": 2, "mlp_bias": False},
+        defaults={**_LLAMA_TOKENS, "mlp_bias": False},
     ),
     "mistral": Family(
         architecture="MistralForCausalLM",
-        defaults={
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-            "num_key_value_heads": 8,
-            "sliding_window": 4096,
-        },
+        defaults={**_LLAMA_TOKENS, "num_key_value_heads": 8, "sliding_window": 4096},
         fixed={"attention_bias": False},
         is_sliding=_sliding_if_windowed,
     ),
@@ -843,8 +836,7 @@ FAMILIES: dict[str, Family] = {
         architecture="DeepseekV2ForCausalLM",
         defaults=_DEEPSEEK
         | {
-            "bos_token_id": 1,
-            "eos_token_id": 2,
+            **_LLAMA_TOKENS,
             "first_k_dense_replace": 0,
             "n_routed_experts": 64,
             "n_shared_experts": 2,
@@ -886,8 +878,7 @@ FAMILIES: dict[str, Family] = {
     "mixtral": Family(
         architecture="MixtralForCausalLM",
         defaults={
-            "bos_token_id": 1,
-            "eos_token_id": 2,
+            **_LLAMA_TOKENS,
             "num_key_value_heads": 8,
             "num_experts_per_tok": 2,
             "rms_norm_eps": 1e-5,
@@ -937,8 +928,7 @@ FAMILIES: dict[str, Family] = {
     "llama4_text": Family(
         architecture="Llama4ForCausalLM",
         defaults={
-            "bos_token_id": 1,
-            "eos_token_id": 2,
+            **_LLAMA_TOKENS,
             "head_dim": 128,
             "num_key_value_heads": 8,
             "intermediate_size_mlp": 16384,

@@ -329,54 +329,43 @@ def check_batch_invariant(
     on_cpu = device.type == "cpu"
     gaps = native_gaps(device.type, dtype, weights, plan_of(model))
     gap = gaps[0].reason if gaps else ""
-    for refused, what, reason, remedy in (
-        (
-            config.kernels == "torch",
-            "kernels='torch'",
-            "PyTorch's matrix products add in an order that depends on the number of rows",
-            "kernels='auto' or kernels='native'",
-        ),
+    refusals = (
+        (config.kernels == "torch", "kernels='torch'", "kernels='auto' or kernels='native'"),
         (
             not isinstance(model, ModelConfig),
             f"model_impl={config.model_impl!r} and a model of transformers",
-            "its layers are compiled by torch.compile, for each number of tokens in another way",
             "a model with a native family (docs/models.md)",
         ),
         (
             gaps and not on_cpu,
-            f"model type {model.model_type!r} on CUDA",
-            "PyTorch operations, whose order of sums depends on the number of tokens, run where"
-            f" {gap}",
+            f"model type {model.model_type!r} on CUDA ({gap})",
             "device='cpu'",
         ),
         (
             config.tensor_parallel > 1 and not on_cpu,
             f"tensor_parallel={config.tensor_parallel} on CUDA",
-            "sums over ranks are made in another order, or by the switch, for other sizes",
             "tensor_parallel=1 or device='cpu'",
         ),
         (
             dtype == torch.float16 and on_cpu,
-            f"dtype={config.dtype!r} and a model in float16",
-            "the C++ operators have no linear layer in float16",
+            f"dtype={config.dtype!r} and a model in float16 on a CPU",
             "dtype='bfloat16' or dtype='float32'",
         ),
         (
             weights == FP8 and on_cpu,
-            "weight_dtype='fp8'",
-            "the C++ operators have no linear layer over fp8 weights",
+            "weight_dtype='fp8' on a CPU",
             "weight_dtype='int8' or weight_dtype='auto'",
         ),
         (
             gaps and config.mode == "compile" and on_cpu,
-            "mode='compile' and this model",
-            f"torch.compile compiles one token and several in different ways ({gap})",
+            f"mode='compile' and this model ({gap})",
             "mode='auto' or mode='eager'",
         ),
-    ):
+    )
+    for refused, what, remedy in refusals:
         if refused:
             raise ConfigError(
-                f"batch_invariant=True does not support {what}: {reason}. Set"
-                f" batch_invariant=False, or use {remedy}",
+                f"batch_invariant=True does not support {what}: set batch_invariant=False, or use"
+                f" {remedy}. docs/batch-invariance.md has the reasons",
                 field="batch_invariant",
             )

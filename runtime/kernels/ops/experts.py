@@ -286,7 +286,9 @@ def reference_experts(
     weights of chosen experts are read. On other devices all shapes are static and nothing waits for
     the device.
     """
-    weights_TK, experts_TK = _chosen(op, x_TD, tensors, live_T)
+    bias = None if tensors.router_bias is None else tensors.router_bias.float()
+    logits_TR = F.linear(x_TD.float(), tensors.router.float(), bias)
+    weights_TK, experts_TK = reference_choice(op, logits_TR, tensors.correction, live_T)
     return reference_products(op, x_TD, tensors, weights_TK, experts_TK)
 
 
@@ -299,14 +301,6 @@ def reference_products(
     """
     run = _by_expert if x_TD.device.type == "cpu" else _by_block
     return run(op, x_TD, tensors, weights_TK, experts_TK)
-
-
-def _chosen(
-    op: Experts, x_TD: Tensor, tensors: ExpertTensors, live_T: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    bias = None if tensors.router_bias is None else tensors.router_bias.float()
-    logits_TR = F.linear(x_TD.float(), tensors.router.float(), bias)
-    return reference_choice(op, logits_TR, tensors.correction, live_T)
 
 
 def reference_choice(

@@ -63,8 +63,8 @@ def can_pack(dtype: torch.dtype) -> bool:
 
 
 def _per_step(dtype: torch.dtype) -> int:
-    if dtype not in _PER_STEP:
-        known = ", ".join(str(known) for known in _PER_STEP)
+    if not can_pack(dtype):
+        known = ", ".join(map(str, _PER_STEP))
         raise TypeError(f"no packed form for weights of {dtype}; use one of {known}")
     return _PER_STEP[dtype]
 

@@ -21,8 +21,14 @@ from ...kernels.ops.operation import Opaque
 from ...kernels.ops.parameter import Parameter, Source
 from ..config import DTYPES, DecoderConfig, Dtype, check_quantisation, token_ids
 from ..families import read_optional
-from .attention import IMPLEMENTATION, register
-from .library import convertible_parameters, import_transformers, quiet, reason_of
+from .attention import (
+    IMPLEMENTATION,
+    convertible_parameters,
+    import_transformers,
+    quiet,
+    reason_of,
+    register,
+)
 from .probe import AttentionCall, LinearUse, Probe, probe_model
 
 if TYPE_CHECKING:

@@ -15,10 +15,9 @@ from ...bounded_repr import bounded_text
 from ...errors import CheckpointError
 from ...kernels import Kernels, RaggedBatch
 from ...kernels.result_check import tolerance
-from .attention import IMPLEMENTATION, register
+from .attention import IMPLEMENTATION, quiet, reason_of, register
 from .config import TransformersConfig, model_class_of
 from .decoder import TransformersDecoder
-from .library import quiet, reason_of
 from .probe import set_implementation
 
 __all__ = ["load_decoder", "load_model", "overwrite_decoder"]

@@ -32,8 +32,9 @@ from .attention import (
     PROBED_IMPLEMENTATION,
     CurrentStep,
     MaskForm,
+    quiet,
+    reason_of,
 )
-from .library import quiet, reason_of
 
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
