@@ -77,7 +77,7 @@ MODELS = (
 
 
 def start_and_decode(directory: Path) -> None:
-    with opened(directory, max_num_seqs=2, memory_bytes=100 << 20) as engine:
+    with opened(directory, max_num_seqs=2, memory_bytes=200 << 20) as engine:
         (output,) = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=2))
         assert output.finished
 

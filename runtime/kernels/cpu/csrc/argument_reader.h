@@ -16,7 +16,7 @@
 
 namespace stepgraph {
 
-// Takes what `OperatorArguments` of `operator_arguments.py` lists, one after another, and checks each
+// Takes what `OperatorArguments` of `experts_operator.py` lists, one after another, and checks each
 // tensor. Errors name the operator.
 class ArgumentReader {
  public:
