@@ -56,42 +56,25 @@ class LinearGroup(NamedTuple):
     layer: int | None
     """The decoder layer they belong to; None: the head."""
     members: tuple[LinearUse, ...]
+    operation: Linear
+    """The product, as an operation of a plan."""
 
     @property
     def name(self) -> str:
         """Path of the first one."""
         return self.members[0].module
 
-    @property
-    def in_features(self) -> int:
-        """Features of the input."""
-        return self.members[0].in_features
 
-    @property
-    def out_features(self) -> int:
-        """Features of all results."""
-        return sum(member.out_features for member in self.members)
-
-    @property
-    def bias(self) -> bool:
-        """Whether one of them has a bias."""
-        return any(member.bias for member in self.members)
-
-    def operation(self) -> Linear:
-        """Return the product as an operation of a plan."""
-        weights = tuple(
-            Source(f"{member.module}.weight", (member.out_features, member.in_features))
-            for member in self.members
-        )
-        biases = tuple(
-            Source(f"{member.module}.bias" if member.bias else None, (member.out_features,))
-            for member in self.members
-        )
-        return Linear(
-            name=self.name.rpartition(".")[2],
-            weight=Parameter(f"{self.name}.weight", weights),
-            bias=Parameter(f"{self.name}.bias", biases) if self.bias else None,
-        )
+def _product(uses: Sequence[LinearUse]) -> Linear:
+    name = uses[0].module
+    weights = (Source(f"{use.module}.weight", (use.out_features, use.in_features)) for use in uses)
+    biases = (Source(f"{u.module}.bias" if u.bias else None, (u.out_features,)) for u in uses)
+    has_bias = any(use.bias for use in uses)
+    return Linear(
+        name=name.rpartition(".")[2],
+        weight=Parameter(f"{name}.weight", tuple(weights)),
+        bias=Parameter(f"{name}.bias", tuple(biases)) if has_bias else None,
+    )
 
 
 def linear_groups(probe: Probe) -> tuple[LinearGroup, ...]:
@@ -105,7 +88,9 @@ def linear_groups(probe: Probe) -> tuple[LinearGroup, ...]:
         is_head = use == probe.linears[-1] and use.out_features == probe.vocab_size
         if layer is not None or is_head:
             groups.setdefault((layer, use.input), []).append(use)
-    return tuple(LinearGroup(layer, tuple(uses)) for (layer, _), uses in groups.items())
+    return tuple(
+        LinearGroup(layer, tuple(uses), _product(uses)) for (layer, _), uses in groups.items()
+    )
 
 
 def plan_of_probe(model: Any, probe: Probe) -> ModelPlan:
@@ -126,7 +111,7 @@ def plan_of_probe(model: Any, probe: Probe) -> ModelPlan:
     layers = [
         LayerPlan(
             (
-                *(group.operation() for group in groups if group.layer == index),
+                *(group.operation for group in groups if group.layer == index),
                 _attend(call),
                 Opaque(
                     name="other_modules",
@@ -137,7 +122,7 @@ def plan_of_probe(model: Any, probe: Probe) -> ModelPlan:
         )
         for index, call in enumerate(probe.attention)
     ]
-    head = next((group.operation() for group in groups if group.layer is None), None)
+    head = next((group.operation for group in groups if group.layer is None), None)
     if head is None or (probe.tied and probe.packed_embedding):
         head = Linear(name="head", weight=embedding, bias=None if head is None else head.bias)
     return ModelPlan(

@@ -81,7 +81,7 @@ def stacked(model: nn.Module, group: LinearGroup) -> tuple[Tensor, Tensor | None
         weights.append(weight.T if member.transposed else weight)
         biases.append(module.bias.data if member.bias else weight.new_zeros(member.out_features))
     stacked = weights[0].contiguous() if len(weights) == 1 else torch.cat(weights)
-    return stacked, torch.cat(biases) if group.bias else None
+    return stacked, torch.cat(biases) if group.operation.bias else None
 
 
 # Input embeddings whose rows a projection stores.
@@ -252,7 +252,7 @@ class TransformersDecoder(nn.Module):
         probe, groups = self.config.probe, linear_groups(self.config.probe)
         shared = probe.tied and probe.packed_embedding
         embeddings = model.get_input_embeddings()
-        shapes = [(group.out_features, group.in_features) for group in groups]
+        shapes = [group.operation.weight.shape for group in groups]
         if probe.packed_embedding and not shared:
             shapes.append(embeddings.weight.shape)
         memory = None
@@ -260,7 +260,7 @@ class TransformersDecoder(nn.Module):
             sizes = [stored_bytes(self.kernels, n, k, self.dtype) for n, k in shapes]
             memory = PackedMemory(sum(sizes), len(sizes))
         for group in groups:
-            projection = Projection(self.kernels, group.out_features, group.in_features)
+            projection = Projection(self.kernels, *group.operation.weight.shape)
             self._store(group.name, projection, *stacked(model, group), memory)
             first = FirstOfProduct(projection, [member.out_features for member in group.members])
             model.set_submodule(group.name, first)
