@@ -1,4 +1,4 @@
-"""Steps that run eagerly, compiled, or as a captured CUDA graph, with one interface.
+"""Steps that run eagerly, compiled, or as a captured CUDA graph, and the library of all of them.
 
 A step wraps a callable without arguments. All tensors that the callable reads have fixed addresses,
 so it can be called, compiled or captured.
@@ -16,30 +16,33 @@ after `allocate`.
 from __future__ import annotations
 
 import gc
+import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Generic, Literal, Protocol, TypeVar
+from typing import Generic, Literal, Protocol, TypeVar
 
 import torch
 
-from ..profiling import attribution
+from ..profiling import attribution, ranges
 from .compilation import StepPreparationError, run_until_compiled
 
 __all__ = [
     "Capture",
-    "CapturedStep",
-    "CompiledStep",
     "CudaGraphCapturer",
-    "EagerStep",
-    "GraphCapturer",
+    "PreparationWatcher",
     "Step",
     "StepKind",
+    "StepLibrary",
     "StepPreparationError",
 ]
 
+logger = logging.getLogger("stepgraph.graphs")
+
+K = TypeVar("K", bound=Hashable)
+K_contra = TypeVar("K_contra", contravariant=True)
 O = TypeVar("O")  # noqa: E741  what a step returns
 
 StepKind = Literal["eager", "compile", "graph"]
@@ -49,22 +52,42 @@ StepKind = Literal["eager", "compile", "graph"]
 class Step(Generic[O]):
     """A callable over static buffers, prepared once and run many times.
 
+    - An eager step needs no preparation.
+    - A compiled step has parts for `torch.compile`. Its preparation fails if later requests would
+      be slow: if the parts have reached their recompile limit (torch falls back to eager mode), or
+      if a second run over the same buffers compiles again.
+    - A captured step is recorded once and replayed with one graph launch. It returns the same
+      tensors each time, with new contents. Captures of one capturer share their memory, so an
+      output is valid until the next run of *any* of them. To keep it, copy it on the same stream
+      before that run.
+
     Attributes:
         kind: how it runs.
         name: in error messages.
+        run: runs the step with the current static buffers. Does not wait for the device.
+        capture: of a captured step, once it is recorded.
         seconds: wall-clock seconds of the stages that have run.
         bytes: device memory that `record` allocated and the step keeps.
     """
 
-    kind: ClassVar[StepKind]
+    def __init__(
+        self,
+        kind: StepKind,
+        fn: Callable[[], O],
+        name: str,
+        capturer: CudaGraphCapturer | None = None,
+        identity: attribution.StepIdentity | None = None,
+    ) -> None:
+        """Wrap `fn`, which runs in the grad mode that it sets itself.
 
-    run: Callable[[], O]
-    """Runs the step with the current static buffers. Does not wait for the device."""
-
-    def __init__(self, fn: Callable[[], O], name: str) -> None:
-        """Wrap `fn`, which runs in the grad mode that it sets itself."""
-        self._fn = fn
-        self.name = name
+        A "graph" needs a `capturer`: steps with the same one share memory; capture the largest
+        first. `identity` is the key for the recorded names of its kernels; None records none.
+        """
+        assert (kind == "graph") == (capturer is not None)
+        self._fn, self._capturer, self._identity = fn, capturer, identity
+        self.kind, self.name = kind, name
+        self.run: Callable[[], O] = fn
+        self.capture: Capture[O] | None = None
         self.seconds = 0.0
         self.bytes = 0
 
@@ -79,50 +102,37 @@ class Step(Generic[O]):
         Raises:
             StepPreparationError: the callable failed, with the cause. The step cannot be run.
         """
-        self._timed(self._warm_up)
+        compiled = partial(run_until_compiled, self._fn)
+        with self._timed():
+            if self._capturer is not None:
+                # A first run may allocate permanently, load a module or compile: no capture can
+                # record it.
+                self._capturer.warm_up(compiled)
+            elif self.kind == "compile":
+                compiled()
 
     def record(self) -> None:
         """Capture the step if its kind is "graph". Call it after `warm_up`; raises the same."""
-        self._timed(self._record)
+        if self._capturer is None:
+            return
+        with self._timed(), attribution.step(self._identity):
+            capture = self._capturer.capture(self._fn)
+        self.capture, self.bytes = capture, capture.bytes
 
-    def _timed(self, stage: Callable[[], None]) -> None:
+        def run() -> O:
+            capture.replay()
+            return capture.output
+
+        self.run = run
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
         started = time.perf_counter()
         try:
-            stage()
+            yield
         except Exception as error:
             raise StepPreparationError(self.name, self.kind, error) from error
         self.seconds += time.perf_counter() - started
-
-    def _warm_up(self) -> None:
-        """Do the work of `warm_up`; may raise anything."""
-
-    def _record(self) -> None:
-        """Do the work of `record`; may raise anything."""
-
-
-class EagerStep(Step[O]):
-    """The callable as it is. It needs no preparation."""
-
-    kind = "eager"
-
-    def run(self) -> O:
-        """Call the callable; its outputs are new tensors."""
-        return self._fn()
-
-
-class CompiledStep(Step[O]):
-    """A callable with parts for `torch.compile`, compiled before the first request.
-
-    Preparation fails if later requests would be slow: if the parts have reached their recompile
-    limit (torch falls back to eager mode), or if a second run over the same buffers compiles again.
-    A callable without compiled parts runs once.
-    """
-
-    kind = "compile"
-
-    def _warm_up(self) -> None:
-        run_until_compiled(self._fn)
-        self.run = self._fn  # its outputs are new tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,59 +148,6 @@ class Capture(Generic[O]):
     replay: Callable[[], None]
     output: O
     bytes: int
-
-
-class GraphCapturer(Protocol):
-    """The device interface of a `CapturedStep`: runs work, records it and replays it."""
-
-    def warm_up(self, fn: Callable[[], object]) -> None:
-        """Run `fn` once, under the conditions of a capture but without recording."""
-
-    def capture(self, fn: Callable[[], O]) -> Capture[O]:
-        """Record one run of `fn`. The result may have been replayed already."""
-
-
-class CapturedStep(Step[O]):
-    """The callable, recorded once by a capturer and replayed with one graph launch.
-
-    `run` returns the same tensors each time, with new contents. Captures of one capturer share
-    their memory, so an output is valid until the next run of *any* of them. To keep it, copy it on
-    the same stream before that run.
-    """
-
-    kind = "graph"
-
-    def __init__(
-        self,
-        fn: Callable[[], O],
-        name: str,
-        capturer: GraphCapturer,
-        identity: attribution.StepIdentity | None = None,
-    ) -> None:
-        """Wrap `fn`. Steps with the same `capturer` share memory; capture the largest first.
-
-        `identity` is the key for the recorded names of its kernels; None records none.
-        """
-        super().__init__(fn, name)
-        self._capturer = capturer
-        self._identity = identity
-        self._capture: Capture[O] | None = None
-
-    def _warm_up(self) -> None:
-        # A first run may allocate permanently, load a module or compile: no capture can record it.
-        self._capturer.warm_up(partial(run_until_compiled, self._fn))
-
-    def _record(self) -> None:
-        with attribution.step(self._identity):
-            self._capture = self._capturer.capture(self._fn)
-        self.bytes = self._capture.bytes
-
-    def run(self) -> O:
-        """Replay the capture; its outputs are the static tensors that it was captured with."""
-        capture = self._capture
-        assert capture is not None, f"step {self.name} is run before it is prepared"
-        capture.replay()
-        return capture.output
 
 
 class CudaGraphCapturer:
@@ -281,3 +238,154 @@ def _collector_paused() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+class PreparationWatcher(Protocol[K_contra]):
+    """Callbacks of `StepLibrary.prepare` that measure memory."""
+
+    def warmed_up(self, key: K_contra) -> None:
+        """Called after each warm-up, with the key of the step."""
+
+    def begin_captures(self) -> None:
+        """Called once, after all warm-ups and before the first capture."""
+
+    def end_captures(self) -> None:
+        """Called once, after the last capture."""
+
+
+class StepLibrary(Generic[K, O]):
+    """All steps of an engine by key, prepared before the first request.
+
+    A key contains the size of the step and every other host scalar that is constant in a capture,
+    such as the read width and the sampler.
+
+    For a key that was not prepared, a slower fallback step runs; no step is prepared while requests
+    are served. Each miss is counted, and the first one of a key is logged as a warning.
+    """
+
+    def __init__(
+        self,
+        make_step: Callable[[K], Step[O]],
+        keys: Iterable[K],
+        size_of: Callable[[K], int],
+        make_fallback: Callable[[K], Callable[[], O]],
+    ) -> None:
+        """Make a library; `prepare` does the work.
+
+        Args:
+            make_step: creates the step of a key, unprepared.
+            keys: steps to prepare; duplicates are ignored.
+            size_of: returns rows or tokens of a key's step; the largest is prepared first.
+            make_fallback: returns a callable that needs no preparation, for all other keys.
+        """
+        self._make_step = make_step
+        self._make_fallback = make_fallback
+        # Largest first: smaller captures reuse its memory; otherwise the pool would grow with each.
+        self._keys = sorted(dict.fromkeys(keys), key=size_of, reverse=True)
+        self._size_of = size_of
+        self.steps: dict[K, Step[O]] = {}
+        """The prepared steps, in the order of preparation.
+
+        Captures share a memory pool: the bytes of one are the growth of the pool.
+        """
+        self.hits = 0
+        """Lookups of a prepared step."""
+        self.misses = 0
+        """Lookups that fell back to a slower step."""
+        self.used_lanes = 0
+        """Rows or tokens of requests that steps computed."""
+        self.padded_lanes = 0
+        """Rows or tokens of padding that steps computed."""
+        self._fallbacks: dict[K, Callable[[], O]] = {}
+        self._open = False
+
+    @property
+    def padding_fraction(self) -> float:
+        """Padding as a fraction of all rows and tokens computed; 0.0 before the first step."""
+        lanes = self.used_lanes + self.padded_lanes
+        return self.padded_lanes / lanes if lanes else 0.0
+
+    def prepare(
+        self,
+        progress: Callable[[int, int, K], None] | None = None,
+        watcher: PreparationWatcher[K] | None = None,
+    ) -> None:
+        """Create and warm up every step, then capture every step, largest first.
+
+        Args:
+            progress: called after each stage of a step with (finished stages, all stages, key).
+            watcher: measures the memory of the stages.
+
+        Raises:
+            StepPreparationError: a step failed, with its cause. All steps are dropped.
+        """
+        assert not self._open, "the library is prepared already"
+        try:
+            self.steps = {key: self._make_step(key) for key in self._keys}
+            captured = [key for key, step in self.steps.items() if step.kind == "graph"]
+            stages = [
+                *((key, self.steps[key].warm_up) for key in self._keys),
+                *((key, self.steps[key].record) for key in captured),
+            ]
+            with ranges.span(ranges.WARMUP, len(self._keys)):
+                for done, (key, stage) in enumerate(stages, start=1):
+                    with ranges.span(ranges.CAPTURE, self._size_of(key)):
+                        stage()
+                    if progress is not None:
+                        progress(done, len(stages), key)
+                    if watcher is None:
+                        continue
+                    if done <= len(self._keys):
+                        watcher.warmed_up(key)
+                    if done == len(self._keys):
+                        watcher.begin_captures()
+            if watcher is not None:
+                watcher.end_captures()
+        except BaseException:
+            self.close()
+            raise
+        self._open = True
+        logger.info(
+            "prepared %d steps in %.1f s, %.1f MiB: sizes %s",
+            len(self.steps),
+            sum(step.seconds for step in self.steps.values()),
+            sum(step.bytes for step in self.steps.values()) / 2**20,
+            sorted({self._size_of(key) for key in self.steps}),
+        )
+
+    def run(self, key: K) -> O:
+        """Run the step for `key`, or the fallback, and return its output (see `Step`).
+
+        Counts a hit or a miss.
+        """
+        step = self.steps.get(key)
+        if step is None:
+            return self.run_fallback(key)
+        self.hits += 1
+        return step.run()
+
+    def run_fallback(self, key: K) -> O:
+        """Run a key as it is where no step is prepared; logged once per key."""
+        assert self._open, f"step {key} is looked up in a library that is not prepared"
+        self.misses += 1
+        fn = self._fallbacks.get(key)
+        if fn is None:
+            fn = self._fallbacks[key] = self._make_fallback(key)
+            logger.warning(
+                "no step was prepared for %s: a slower 'eager' step runs instead (logged once per"
+                " key)",
+                key,
+            )
+        return fn()
+
+    def record_padding(self, used: int, bucket: int) -> None:
+        """Count a step of `bucket` rows or tokens, of which `used` belong to requests."""
+        assert 0 <= used <= bucket, f"{used} lanes used of a bucket of {bucket}"
+        self.used_lanes += used
+        self.padded_lanes += bucket - used
+
+    def close(self) -> None:
+        """Release all steps and their memory. The counters remain."""
+        self.steps.clear()
+        self._fallbacks.clear()
+        self._open = False

@@ -189,15 +189,6 @@ class Request:
         self.num_unsure += count - 1
         self.num_pending += count
 
-    def known_drafts(self, drafts: Sequence[int]) -> Sequence[int]:
-        """Return the drafts of a launched verify step, once all steps before it are committed."""
-        if not drafts or drafts[0] != DRAFT_ON_DEVICE:
-            return drafts
-        if self.proposed is None:  # it has ended
-            return ()
-        proposed: Sequence[int] = self.proposed.tokens
-        return proposed[: len(drafts)]
-
     def advanced(self, count: int, accepted: int) -> None:
         """Correct the counts after a verify step of `count` tokens, of which `accepted` remain.
 

@@ -37,7 +37,7 @@ from ..engine.engine import Engine
 from ..errors import ConfigError
 from ..loading.loader import resolve_source
 from ..models.config import ModelConfig
-from ..models.transformers import library
+from ..models.transformers.attention import import_transformers
 from ..tools.step_costs import decode_operation_costs
 from .benchmark_run import BenchmarkRun, ModelKind, resolve_engine
 from .options import kernels_path, trace_path
@@ -76,7 +76,7 @@ class SteadyScenario:
         self.grid = [BenchmarkCase(rows, length, output) for output, length, rows in points]
         if any(spec.python == sys.executable for spec in options.peer if spec[0] == "transformers"):
             try:  # fails before anything is measured
-                library.import_transformers("comparing with transformers", "baseline")
+                import_transformers("comparing with transformers", "baseline")
             except ConfigError as error:
                 raise PeerError(str(error)) from error
         sizes = {

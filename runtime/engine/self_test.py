@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 from ...cache.blocks import NULL_BLOCK
-from ...graphs.steps import Capture, CudaGraphCapturer, GraphCapturer
+from ...graphs.steps import Capture, CudaGraphCapturer
 from ..config import MAX_ROWS
 from ..errors import KernelSelfTestError
 from ..execution.sample_steps import SampleCase, SampleSteps, sample_cases, sample_config
@@ -216,7 +216,7 @@ def _step_results(
 ) -> dict[str, torch.Tensor]:
     """Return what a step computes for the rows in use, and what it leaves in the cache."""
     steps.prepare(case)
-    output = steps.functions.bind(dataclasses.replace(case.key, read_blocks=read_blocks))()
+    output = steps.functions.bind(case.key._replace(read_blocks=read_blocks))()
     return {
         "logits": output.logits[: len(case.chunks)],
         "cache": steps.stored(),
@@ -254,7 +254,7 @@ def _step_name(case: SampleCase) -> str:
 
 
 def dependent_launch_failure(
-    steps: SampleSteps, cases: Sequence[SampleCase], capturer: GraphCapturer
+    steps: SampleSteps, cases: Sequence[SampleCase], capturer: CudaGraphCapturer
 ) -> Fallback | None:
     """Capture steps with and without dependent launch and replay both from the same state.
 
@@ -329,14 +329,14 @@ def sampler_failure(
             )
             state.store_row(row, parameters)
         try:
-            if sampler.greedy_step is None or sampler.full_step is None:
-                greedy = sampler.greedy(logits_BV)
-                full = sampler.full(logits_BV, state, rows_B, positions_B)
-            else:  # as steps draw: with token feedback into row state
+            if sampler.stores:  # as steps draw: with token feedback into row state
                 state_2R = torch.zeros(2, len(params) + 1, dtype=torch.int64, device=device)
                 feed = Feedback(rows_B, positions_B - 1, *state_2R)
-                greedy = sampler.greedy_step(logits_BV, feed)
-                full = sampler.full_step(logits_BV, state, feed)
+                greedy = sampler.greedy(logits_BV, None, feed)
+                full = sampler.full(logits_BV, state, rows_B, feed.positions, None, None, feed)
+            else:
+                greedy = sampler.greedy(logits_BV)
+                full = sampler.full(logits_BV, state, rows_B, positions_B)
             drawn.append((greedy, full, state.token_counts))
             if device.type == "cuda":
                 torch.cuda.synchronize(device)

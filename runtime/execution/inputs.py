@@ -56,11 +56,11 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class MaskState:
-    """Masks of all rows, and what the forward part of a step leaves for its sampling part.
+    """Masks of all rows, and what a step leaves for the `sample` step that continues it.
 
     R rows, the null row included; N masks of a row: one for each token that a verify step samples,
     1 without speculation; V tokens of the vocabulary, W of these on the rank; L lanes: most tokens
-    that a step with two parts samples, 0 where steps have one part.
+    that a step samples, 0 where steps are not cut.
     """
 
     bits: torch.Tensor
@@ -69,6 +69,8 @@ class MaskState:
     of rows without a grammar are set, the null row's included."""
     logits: torch.Tensor
     """`[L, W]` in the model's dtype: logits of the lanes."""
+    rows: torch.Tensor
+    """int64 `[L]`: the rows that sample."""
     positions: torch.Tensor
     """int64 `[L]`: the positions after which the lanes sample."""
 
@@ -88,6 +90,7 @@ class MaskState:
         return cls(
             torch.full((masks, words), -1, dtype=torch.int32, device=device),
             torch.zeros(lanes, own_vocab_size, dtype=dtype, device=device),
+            torch.zeros(lanes, dtype=torch.int64, device=device),
             torch.zeros(lanes, dtype=torch.int64, device=device),
         )
 
@@ -112,10 +115,13 @@ class MaskState:
             dtype=config.dtype,
         )
 
-    def store(self, logits_BV: torch.Tensor, positions_B: torch.Tensor) -> None:
-        """Keep logits and positions for the sampling part."""
+    def store(
+        self, logits_BV: torch.Tensor, rows_B: torch.Tensor, positions_B: torch.Tensor
+    ) -> None:
+        """Keep the lanes of a step for a `sample` step."""
         lanes = logits_BV.shape[0]
         self.logits[:lanes].copy_(logits_BV)
+        self.rows[:lanes].copy_(rows_B)
         self.positions[:lanes].copy_(positions_B)
 
 

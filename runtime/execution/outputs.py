@@ -14,7 +14,7 @@ from ..logprobs import LOWEST_LOGPROB, Float32Array, Int64Array, TokenLogprobs
 from ..models.drafters.drafter import Drafts
 from ..models.resolved_config import ResolvedConfig
 from ..request import Request
-from ..sampling.sample_output import SampleOutput
+from ..sampling.reference_sampler import SampleOutput
 from ..sampling_params import MAX_LOGPROBS
 from ..scheduling.plan import Proposed, StepPlan
 from .step_key import PlannedPart, StepKey, StepOutput
@@ -26,16 +26,14 @@ __all__ = [
     "OutputEvents",
     "Sampled",
     "Score",
-    "accepted_counts",
     "current_stream",
     "prompt_scores",
     "proposed_drafts",
     "report_token_ids",
     "sampled_tokens",
-    "timed_event",
 ]
 
-Phase = Literal["decode", "prefill", "scores"]
+Phase = Literal["decode", "prefill", "sample", "scores"]
 
 OUTPUT_SETS = 2
 """Output buffers on the host: one for the step that is read, one for the step in flight."""
@@ -67,8 +65,8 @@ class LaunchedStep:
     device_ns: int = 0
     """Time that the launching thread ran the step itself; 0 for an asynchronous device."""
     advanced: list[int] | None = None
-    """Tokens that each row of `plan.decode` advanced by, filled in when they are read; None: as
-    many as planned."""
+    """Tokens that each row of `plan.decode` advanced by, once they are read; None: as many as
+    planned."""
     began: torch.cuda.Event | None = None
     """Event before the first part; None on a CPU, or without device timing."""
     scores: StepOutput | None = None
@@ -88,11 +86,6 @@ class LaunchedStep:
         assert self.began is not None
         assert self.arrived is not None
         return round(1e6 * float(self.began.elapsed_time(self.arrived)))
-
-
-def timed_event() -> torch.cuda.Event:
-    """Return an event with timing."""
-    return torch.cuda.Event(enable_timing=True)
 
 
 def current_stream(device: torch.device) -> torch.cuda.Stream:
@@ -128,23 +121,23 @@ class HostOutputs:
         self._events: list[OutputEvents] | None = None
         if self._is_cuda:
             self._events = [
-                OutputEvents(timed_event(), timed_event(), torch.cuda.Event())
+                OutputEvents(*(torch.cuda.Event(enable_timing=t) for t in (True, True, False)))
                 for _ in range(OUTPUT_SETS)
             ]
-        self._views: dict[tuple[int, Phase, torch.Size, bool], _HostViews] = {}
+        self._views: dict[tuple[object, ...], StepOutput] = {}
 
     @staticmethod
     def sizes(config: ResolvedConfig, vocab_size: int) -> dict[str, int]:
-        """Bytes of one set by phase, and of the drafts of each."""
+        """Bytes of one set by phase."""
         best = min(MAX_LOGPROBS, vocab_size)
-        tokens = max(config.tokens_per_row, default=1)
         rows, chunks, drafts = config.max_num_seqs, config.max_prefill_rows, config.proposed_drafts
+        verified = max(config.tokens_per_row, default=1)
         return {
-            "decode": tokens * SampleOutput.packed_bytes(rows, best),
-            "prefill": SampleOutput.packed_bytes(chunks, best),
+            "decode": verified * SampleOutput.packed_bytes(rows, best)
+            + _draft_bytes(rows, drafts)
+            + (8 * rows if config.tokens_per_row else 0),
+            "prefill": SampleOutput.packed_bytes(chunks, best) + _draft_bytes(chunks, drafts),
             "scores": SampleOutput.packed_bytes(config.prefill_chunk, best),
-            "decode drafts": 12 * rows * drafts,
-            "prefill drafts": 12 * chunks * drafts,
         }
 
     @property
@@ -161,25 +154,26 @@ class HostOutputs:
     def copy_async(self, number: int, phase: Phase, output: StepOutput) -> StepOutput:
         """Issue the copy of the outputs of step `number`; return the views of them on the host.
 
-        Details that are not packed take four copies. The logits are not copied.
+        The logits are not copied.
         """
-        details = output.details
-        index = number % OUTPUT_SETS
-        key = (index, phase, output.tokens.shape, details is not None)
+        details, drafts, index = output.details, output.drafts, number % OUTPUT_SETS
+        phase = "decode" if phase == "sample" else phase  # on a rank above 0
+        shapes = output.tokens.shape, None if drafts is None else drafts.token_ids.shape
+        key = index, phase, shapes, details is None, output.accepted is None
         views = self._views.get(key)
         if views is None:
-            views = self._views[key] = _HostViews.of(self._sets[index][phase], output)
-        if details is None or views.details is None:
+            views = self._views[key] = _host_views(self._sets[index][phase], output)
+        if details is None:
             views.tokens.copy_(output.tokens, non_blocking=True)
         else:
+            assert views.details is not None
             views.details.copy_(details)
-        drafts = None
-        if output.drafts is not None:
-            whole = self._sets[index][f"{phase} drafts"]
-            drafts = _host_drafts(whole, output.drafts)
-            for there, here in zip(drafts, output.drafts, strict=True):
+        if output.accepted is not None and views.accepted is not None:
+            views.accepted.copy_(output.accepted, non_blocking=True)
+        if drafts is not None and views.drafts is not None:
+            for there, here in zip(views.drafts, drafts, strict=True):
                 there.copy_(here, non_blocking=True)
-        return StepOutput(views.tokens, output.logits, views.details, drafts)
+        return StepOutput(views.tokens, output.logits, views.details, views.drafts, views.accepted)
 
     def record_event(self, number: int, began: torch.cuda.Event | None) -> torch.cuda.Event | None:
         """Record and return the end event of step `number`, after its copies.
@@ -206,51 +200,37 @@ class OutputEvents(NamedTuple):
     """Without timing."""
 
 
-class _HostViews(NamedTuple):
-    """Return views of a set's memory as the output of a step."""
-
-    tokens: torch.Tensor
-    details: SampleOutput | None
-
-    @classmethod
-    def of(cls, whole: torch.Tensor, output: StepOutput) -> _HostViews:
-        shape = output.tokens.shape
-        if output.details is None:
-            tokens = whole[: shape.numel() * 8].view(torch.int64).unflatten(0, shape)
-            return cls(tokens, None)
-        lanes, tops = output.details.top_ids.shape[-2:]
-        steps, size = shape[:-1], SampleOutput.packed_bytes(lanes, tops)
-        packed = whole[: steps.numel() * size].view(*steps, size)
-        details = SampleOutput.unpack(packed, lanes, tops)
-        return cls(details.tokens, details)
+def _draft_bytes(rows: int, drafts: int) -> int:
+    return 8 * rows * drafts + _aligned(4 * rows * drafts)
 
 
-def _host_drafts(whole: torch.Tensor, drafts: Drafts) -> Drafts:
-    """Return views of a set's memory for proposed drafts."""
-    shape = drafts.token_ids.shape
-    count = shape.numel()
-    token_ids, probabilities = whole[: 12 * count].split((8 * count, 4 * count))
-    return Drafts(
-        token_ids.view(torch.int64).view(shape), probabilities.view(torch.float32).view(shape)
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // 8) * 8
+
+
+def _host_views(memory: torch.Tensor, output: StepOutput) -> StepOutput:
+    """Return views of the memory of a set, for an output of these shapes."""
+    begin = 0
+
+    def like(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal begin
+        view = memory[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        begin += _aligned(tensor.nbytes)
+        return view
+
+    details, drafts, accepted = output.details, output.drafts, output.accepted
+    if details is None:
+        tokens = like(output.tokens)
+    else:
+        details = SampleOutput.unpack(like(details.pack()), *details.top_ids.shape[-2:])
+        tokens = details.tokens
+    return StepOutput(
+        tokens,
+        output.logits,
+        details,
+        None if drafts is None else Drafts(*map(like, drafts)),
+        None if accepted is None else like(accepted),
     )
-
-
-def accepted_counts(launched: LaunchedStep) -> list[int]:
-    """Return the tokens that each row of a verify step advanced by: accepted drafts and one more.
-
-    The step has accepted the same drafts on the device. Those that rows kept there arrived on the
-    host with the tokens of the step that proposed them.
-    """
-    _, output = launched.parts[0]
-    rows, counts = launched.plan.drafted_rows(), []
-    for tokens, (request, drafts) in zip(output.tokens.T.tolist(), rows, strict=False):
-        accepted = 1
-        for token, draft in zip(tokens, request.known_drafts(drafts), strict=False):
-            if token != draft:
-                break
-            accepted += 1
-        counts.append(accepted)
-    return counts
 
 
 @torch.inference_mode()
@@ -311,35 +291,33 @@ def prompt_scores(launched: LaunchedStep) -> Iterator[Score]:
 
 def sampled_tokens(launched: LaunchedStep) -> Iterable[Sampled]:
     """Return the tokens of a launch whose outputs have arrived, by step, then by lane."""
-    parts: list[Iterable[Sampled]] = []
+    found: list[Iterable[Sampled]] = []
     for lanes, output in launched.parts:
         tokens, details = output.tokens.tolist(), output.details
-        if output.tokens.dim() == 1:
+        if output.accepted is None:
             # Lanes end before padding does.
             logprobs = repeat(None) if details is None else _logprobs(lanes, details)
-            parts.append(zip(lanes, tokens, logprobs, strict=False))
+            found.append(zip(lanes, tokens, logprobs, strict=False))
             continue
-        each = repeat(None, len(tokens)) if details is None else details.unbind()
-        for index, (own, own_details) in enumerate(zip(tokens, each, strict=True)):
-            kept = lanes
-            if launched.advanced is not None:  # tokens after a rejected draft are invalid
-                row_counts = zip(lanes, launched.advanced, strict=True)
-                kept = [request if index < count else None for request, count in row_counts]
-            logprobs = repeat(None) if own_details is None else _logprobs(kept, own_details)
-            parts.append(zip(kept, own, logprobs, strict=False))
-    return chain.from_iterable(parts)
-
-
-def _num_top(request: Request) -> int | None:
-    params = request.params
-    return len(params.logprob_token_ids) or params.logprobs
+        counts = output.accepted.tolist()
+        for index, own in enumerate(tokens):
+            # Tokens after a rejected draft are invalid.
+            kept = [r if index < n else None for r, n in zip(lanes, counts, strict=False)]
+            logprobs = repeat(None) if details is None else _logprobs(kept, details.at(index))
+            found.append(zip(kept, own, logprobs, strict=False))
+    return chain.from_iterable(found)
 
 
 def _logprobs(
     lanes: Sequence[Request | None], details: SampleOutput
 ) -> Iterable[TokenLogprobs | None]:
     """Return the log-probabilities that `SamplingParams.logprobs` requests, by lane."""
-    counts = [None if request is None else _num_top(request) for request in lanes]
+    counts = [
+        None
+        if request is None
+        else len(request.params.logprob_token_ids) or request.params.logprobs
+        for request in lanes
+    ]
     found: list[TokenLogprobs | None] = [None] * len(lanes)
     asked = [lane for lane, count in enumerate(counts) if count is not None]
     if asked:  # arrays, because indexing a tensor creates a tensor

@@ -20,7 +20,7 @@ from ..kernels.ops.operation import per_token
 from ..kernels.triton.dependent import dependent_launch
 from ..models.config import DecoderConfig
 from ..models.transformers.decoder import DecoderModel
-from ..sampling.sample_output import SampleOutput
+from ..sampling.reference_sampler import SampleOutput
 from ..sampling_params import MAX_LOGPROBS
 from .inputs import PrefillChunk
 from .step_functions import on_device

@@ -5,7 +5,6 @@ Only `read` waits for a step. Writing inputs waits until the previous copy of in
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,15 +21,7 @@ from ...cache.arena import Arena, HostArena
 from ...cache.blocks import NULL_BLOCK
 from ...cache.spec import LayerGroup
 from ...graphs.buffers import StaticBuffers
-from ...graphs.library import StepLibrary
-from ...graphs.steps import (
-    CapturedStep,
-    CompiledStep,
-    CudaGraphCapturer,
-    EagerStep,
-    GraphCapturer,
-    Step,
-)
+from ...graphs.steps import CudaGraphCapturer, Step, StepLibrary
 from ...profiling import ranges
 from ..distributed.rank_group import RankGroup
 from ..errors import RankError
@@ -60,7 +51,6 @@ from .outputs import (
     LaunchedStep,
     Sampled,
     Score,
-    accepted_counts,
     prompt_scores,
     proposed_drafts,
     report_token_ids,
@@ -349,7 +339,7 @@ def _library(
     config: ResolvedConfig,
     functions: StepFunctions,
     eager: StepFunctions,
-    capturer: GraphCapturer | None,
+    capturer: CudaGraphCapturer | None,
     keys: Sequence[StepKey],
 ) -> StepLibrary[StepKey, StepOutput]:
     """Return the unprepared steps of the mode, without a reference to the runner.
@@ -359,16 +349,13 @@ def _library(
 
     def make_step(key: StepKey) -> Step[StepOutput]:
         if config.mode == "eager":
-            return EagerStep(eager.bind(key), str(key))
+            return Step("eager", eager.bind(key), str(key))
         if capturer is None:
-            kind = CompiledStep if functions.has_own_code(key) else EagerStep
-            return kind(functions.bind(key), str(key))
-        return CapturedStep(functions.bind(key), str(key), capturer, identity=key)
+            has_own_code = functions.has_own_code(key)
+            return Step("compile" if has_own_code else "eager", functions.bind(key), str(key))
+        return Step("graph", functions.bind(key), str(key), capturer, identity=key)
 
-    def make_fallback(key: StepKey) -> Step[StepOutput]:
-        return EagerStep(eager.bind(key), str(key))
-
-    return StepLibrary(make_step, keys, lambda key: key.size, make_fallback)
+    return StepLibrary(make_step, keys, lambda key: key.size, eager.bind)
 
 
 # The launch of a step: its decode part, so that prefill does not delay its tokens, then the rest.
@@ -537,7 +524,7 @@ class Runner:
         # memory of its compiled form.
         native = self._eager.model.kernels.sampler == "triton"
         needed = dict.fromkeys(
-            dataclasses.replace(key, full_sampler=native and key.full_sampler) for key in self._keys
+            key._replace(full_sampler=native and key.full_sampler) for key in self._keys
         )
         steps = [(str(key), self._eager.bind(key)) for key in needed]
         with progress_bar("compiling kernels", shown=progress) as report:
@@ -616,8 +603,6 @@ class Runner:
                 runs += [(key, part) for key in self.sizes.parts(part.key)]
             else:
                 runs.append((part.key, part))
-        if work.drafts:
-            step.advanced = []
         if outputs is not None:
             step.began = outputs.begin(number)
         elif step.masked:
@@ -650,14 +635,15 @@ class Runner:
         outputs, clock, worked_ns = self.outputs, time.perf_counter_ns, 0
         while runs:
             key, part = runs[0]
-            if key.part == "sample" and not with_masks:
+            if key.phase == "sample" and not with_masks:
                 return
             del runs[0]
-            decodes, requests, tokens = key.phase == "decode", part.requests, part.tokens
-            if key.part == "sample":
+            phase, requests, tokens = part.key.phase, part.requests, part.tokens
+            is_cut = bool(runs) and runs[0][0].phase == "sample"
+            if key.phase == "sample":
                 span: AbstractContextManager[None] = nullcontext()
             else:
-                rows, blocks = len(requests) if decodes else 0, work.blocks_in_use
+                rows, blocks = len(requests) if phase == "decode" else 0, work.blocks_in_use
                 span = ranges.step_span(
                     *(part.name, number, rows, key.size, tokens, blocks, part.room - tokens)
                 )
@@ -665,12 +651,12 @@ class Runner:
                 started = clock()
                 step.launched_ns = step.launched_ns or started
                 output = self._run(key)
-                if key.part != "forward":
+                if not is_cut:
                     if output.details is not None:
                         report_token_ids(requests, output)
                     if outputs is not None:  # before another launch can overwrite it
-                        output = outputs.copy_async(number, key.phase, output)
-                    if not decodes:
+                        output = outputs.copy_async(number, phase, output)
+                    if phase == "prefill":
                         step.scores = self.scorer.launch(work.chunks)
                         if step.scores is not None and outputs is not None:
                             step.scores = outputs.copy_async(number, "scores", step.scores)
@@ -718,8 +704,10 @@ class Runner:
             group.check_in(self.checked_tokens(step))
         elif step.arrived is not None:
             step.arrived.synchronize()
-        if step.advanced is not None:
-            step.advanced.extend(accepted_counts(step))
+        if step.plan.drafts:
+            accepted = step.parts[0][1].accepted
+            assert accepted is not None, "the step verifies drafts"
+            step.advanced = accepted[: len(step.plan.decode)].tolist()
         return sampled_tokens(step)
 
     def checked_tokens(self, step: LaunchedStep) -> bytes:

@@ -49,7 +49,7 @@ class SampleCase(NamedTuple):
 
     def narrowed(self, block_size: int) -> SampleCase:
         """Return the step limited to these columns."""
-        key = dataclasses.replace(self.key, read_blocks=self.read_blocks(block_size))
+        key = self.key._replace(read_blocks=self.read_blocks(block_size))
         return self._replace(key=key)
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import repeat
 from operator import attrgetter
 from typing import Literal, NamedTuple
@@ -16,34 +16,30 @@ from ..kernels import Kernels
 from ..models.drafters.drafter import Drafts
 from ..models.resolved_config import ResolvedConfig
 from ..request import Request
-from ..sampling.sample_output import SampleOutput
+from ..sampling.reference_sampler import SampleOutput
 from ..scheduling.plan import StepPlan
 
 __all__ = [
-    "Phase",
+    "MOST_VERIFIED_TOKENS",
     "PlanParts",
     "PlannedPart",
     "StepKey",
     "StepOutput",
-    "StepPart",
     "StepSizes",
     "most_table_updates",
 ]
 
-Phase = Literal["decode", "prefill"]
-
-StepPart = Literal["whole", "forward", "sample"]
-
-"""On devices that run asynchronously, steps with token masks have two parts."""
+Phase = Literal["decode", "prefill", "sample"]
 
 
-@dataclass(frozen=True, slots=True)
-class StepKey:
+class StepKey(NamedTuple):
     """All host scalars that are constant in a captured step."""
 
     phase: Phase
+    """`sample` continues a step with token masks on a device that runs asynchronously, once the
+    host has copied the masks."""
     size: int
-    """Bucket: rows of a decode step, tokens of a prefill step."""
+    """Bucket: rows of a decode or sample step, tokens of a prefill step."""
     read_blocks: int
     """Columns of the block tables that attention may read."""
     full_sampler: bool
@@ -55,28 +51,29 @@ class StepKey:
     proposes for rows that sample."""
     masked: bool = False
     """Whether tokens are sampled with the masks of their rows."""
-    part: StepPart = "whole"
-    """`forward`: up to the logits, which it stores. `sample`: the rest; its size is the rows of a
-    decode step, or the lanes of a prefill step."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
     """Outputs of a step on the device. B: rows of a decode step, or chunks of a prefill step.
 
-    For a verify step, tokens and details are `[1 + k, B]` instead of `[B]`, and logits
-    `[1 + k, B, vocab_size]`; or, without padding between rows, `[T, vocab_size]` row by row.
+    For a verify step, tokens and details are `[1 + k, B]` instead of `[B]`.
     """
 
     tokens: torch.Tensor
-    """int64 `[B]`: sampled tokens; undefined for padded lanes, and after a forward part."""
+    """int64 `[B]`: sampled tokens; undefined for padded lanes, after rejected drafts, and if a
+    `sample` step follows."""
     logits: torch.Tensor
-    """`[B, vocab_size]` in the model's dtype: logits before sampling. After a
-    greedy step of a rank of a tensor-parallel group, the logits of its own tokens."""
+    """`[B, vocab_size]` in the model's dtype: logits before sampling; of a verify step `[T,
+    vocab_size]`, row by row. After a greedy step of a rank of a tensor-parallel group, the logits
+    of its own tokens."""
     details: SampleOutput | None
     """Log-probabilities; only the full sampler returns them."""
     drafts: Drafts | None = None
     """What the drafter proposes to follow the newest token of each row."""
+    accepted: torch.Tensor | None = None
+    """int64 `[B]`: tokens that each row of a verify step advanced by, accepted drafts and one more;
+    0 or more for padding. None: 1."""
 
 
 # The sizes that steps are prepared for, and the smallest one that fits a plan.
@@ -98,7 +95,7 @@ class StepSizes:
     masked: bool = False
     """Whether steps may have token masks."""
     prefill_rows: int = 0
-    """Lanes of the sampling part of a prefill step; 0 if steps with token masks have one part."""
+    """Lanes of a sample step after a prefill step; 0 if no step needs one."""
 
     @classmethod
     def choose(cls, config: ResolvedConfig, kernels: Kernels) -> StepSizes:
@@ -121,18 +118,22 @@ class StepSizes:
         drafted = (0, self.proposing(1))
         shapes = [StepKey("prefill", n, 0, False, drafts=k) for n in self.tokens for k in drafted]
         for size in self.rows:
-            step = StepKey("decode", size, 0, False, drafts=self.proposing(size))
-            shapes.append(replace(step, drafts=0))
-            shapes += [replace(step, tokens_per_row=n) for n in (1, *self.verifying(size))]
+            step = StepKey("decode", size, 0, False)
+            drafts = self.proposing(size)
+            shapes.append(step)
+            shapes += [
+                step._replace(tokens_per_row=n, drafts=drafts) for n in (1, *self.verifying(size))
+            ]
         if self.masked:
-            shapes += [replace(s, drafts=0, masked=True) for s in shapes]
-        return [
+            shapes += [shape._replace(drafts=0, masked=True) for shape in shapes]
+        found = (
             part
-            for shape in dict.fromkeys(shapes)
+            for shape in shapes
             for width in self.read_blocks
             for full in (False, True)
-            for part in self.parts(replace(shape, read_blocks=width, full_sampler=full))
-        ]
+            for part in self.parts(shape._replace(read_blocks=width, full_sampler=full))
+        )
+        return list(dict.fromkeys(found))
 
     def verifying(self, rows: int) -> tuple[int, ...]:
         """Return the tokens per row of the verify steps of `rows` rows, ascending.
@@ -154,10 +155,8 @@ class StepSizes:
         if not (key.masked and self.prefill_rows):
             return (key,)
         lanes = key.size if key.phase == "decode" else self.prefill_rows
-        return (
-            replace(key, full_sampler=False, masked=False, part="forward"),
-            replace(key, size=lanes, read_blocks=0, part="sample"),
-        )
+        sample = key._replace(phase="sample", size=lanes, read_blocks=0)
+        return key._replace(full_sampler=False), sample
 
     def key(
         self,
@@ -235,53 +234,71 @@ class PlanParts:
         """
         self._sizes, self._block_size = sizes, block_size
         self._most_positions, self._ragged = most_positions, ragged
-        self._decoding = _Decoding([])
-        self.decode_rows = self._decoding.rows
+        self._requests: list[Request] = []
+        self.decode_rows: list[int] = []
         """The rows that the last plan decodes, in their order."""
+        self._full_sampler = self._masked = False
+        self._part: PlannedPart | None = None
+        self._find_longest()
 
     def of(self, plan: StepPlan) -> list[PlannedPart]:
         """Return the parts in the order of their launch: decode, then prefill."""
-        decoding = self._decoding
-        if plan.decode is not decoding.requests:
-            self._decoding = _Decoding(plan.decode)
-            self.decode_rows = self._decoding.rows
-        elif decoding.changed:
-            decoding.find_longest()
+        if plan.decode is not self._requests:
+            self._requests = plan.decode
+            self.decode_rows = [request.row for request in plan.decode if request.row is not None]
+            assert len(self.decode_rows) == len(plan.decode), "a request that decodes holds a row"
+            self._full_sampler = any(r.params.needs_full_sampler for r in plan.decode)
+            self._masked = any(request.matcher is not None for request in plan.decode)
+            self._find_longest()
+        elif self._changed:
+            self._find_longest()
         parts = []
         if plan.drafts or plan.proposes:
             parts.append(self._verify_part(plan))
         elif plan.decode:
-            decoding, part = self._decoding, self._decoding.part
-            assert decoding.longest is not None, "the plan has no decoding row"
-            positions = decoding.longest.num_computed + 1
-            if part is None or positions > part.key.read_blocks * self._block_size:
-                rows, blocks = len(plan.decode), -(-positions // self._block_size)
+            part = self._part
+            assert self._longest is not None, "the plan has no decoding row"
+            stop = self._longest.num_computed + 1
+            if part is None or stop > part.key.read_blocks * self._block_size:
+                rows, blocks = len(plan.decode), -(-stop // self._block_size)
                 key = self._sizes.key(
-                    "decode", rows, blocks, decoding.full_sampler, masked=decoding.masked
+                    "decode", rows, blocks, self._full_sampler, masked=self._masked
                 )
                 part = PlannedPart(ranges.REPLAY, key, plan.decode, rows, key.size)
-                decoding.part = part
+                self._part = part
             parts.append(part)
         if plan.prefill:
             parts.append(self._prefill_part(plan))
         return parts
 
+    def _find_longest(self) -> None:
+        """Find the longest row, after verify steps too, which advance rows differently."""
+        self._longest = max(self._requests, key=attrgetter("num_computed"), default=None)
+        self._changed = any(request.num_unsure for request in self._requests)
+        """Whether another row may be longest: in the step after a verify step, and while the host
+        does not know how many tokens one has accepted."""
+        self._part = None
+
+    def _blocks(self, stop: int, drafts: int) -> int:
+        """Return the columns up to `stop`, or after it the newest token and all drafts."""
+        if drafts:
+            stop += 1 + drafts
+        return -(-min(stop, self._most_positions) // self._block_size)
+
     def _verify_part(self, plan: StepPlan) -> PlannedPart:
         """The part of a step that drafts, after which another row may be longest."""
-        decoding, rows = self._decoding, len(plan.decode)
+        rows = len(plan.decode)
         counts = plan.decode_counts or repeat(1, rows)
-        stop = max(r.num_computed + n for r, n in zip(plan.decode, counts, strict=True))
-        if plan.proposes:  # the newest token and all drafts may follow
-            stop += 1 + plan.proposes
-        decoding.changed = True
+        stop = max(r.num_computed + n for r, n in zip(plan.decode, counts, strict=False))
+        self._changed = True
         key = self._sizes.key(
             "decode",
             rows,
-            -(-min(stop, self._most_positions) // self._block_size),
-            decoding.full_sampler,
+            self._blocks(stop, plan.proposes),
+            self._full_sampler,
             tokens_per_row=plan.tokens_per_row,
             drafts=plan.proposes,
-            masked=decoding.masked,
+            masked=self._masked,
         )
         tokens = plan.decode_tokens
         room = tokens + key.size - rows if self._ragged else key.tokens_per_row * key.size
@@ -289,39 +306,13 @@ class PlanParts:
 
     def _prefill_part(self, plan: StepPlan) -> PlannedPart:
         chunks, tokens = plan.prefill, plan.prefill_tokens
-        stop = max(chunk.start + chunk.count for chunk in chunks)
-        if plan.prompt_drafts:  # the newest token and all drafts may follow
-            stop += 1 + plan.prompt_drafts
         key = self._sizes.key(
             "prefill",
             tokens,
-            -(-min(stop, self._most_positions) // self._block_size),
+            self._blocks(max(c.start + c.count for c in chunks), plan.prompt_drafts),
             any(chunk.request.params.needs_full_sampler for chunk in chunks),
             drafts=plan.prompt_drafts,
             masked=any(chunk.samples and chunk.request.matcher is not None for chunk in chunks),
         )
         requests = [chunk.request if chunk.samples else None for chunk in chunks]
         return PlannedPart(ranges.PREFILL, key, requests, tokens, key.size)
-
-
-class _Decoding:
-    """The decoding requests, and values derived from them while none joins or leaves."""
-
-    __slots__ = ("changed", "full_sampler", "longest", "masked", "part", "requests", "rows")
-
-    def __init__(self, requests: list[Request]) -> None:
-        self.requests = requests
-        self.rows = [request.row for request in requests if request.row is not None]
-        assert len(self.rows) == len(requests), "a request that decodes holds a row"
-        self.full_sampler = any(request.params.needs_full_sampler for request in requests)
-        self.masked = any(request.matcher is not None for request in requests)
-        self.part: PlannedPart | None = None
-        self.find_longest()
-
-    def find_longest(self) -> None:
-        """Find the longest row, after verify steps too, which advance rows differently."""
-        self.longest = max(self.requests, key=attrgetter("num_computed"), default=None)
-        self.changed = any(request.num_unsure for request in self.requests)
-        """Whether another row may be longest: in the step after a verify step, and while the host
-        does not know how many tokens one has accepted."""
-        self.part = None

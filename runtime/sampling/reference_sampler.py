@@ -25,12 +25,13 @@ tokens of equal probability are kept or dropped together, and a top-k may keep m
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from ..kernels.ops.batch import NON_FINITE
 from ..kernels.ops.draws import bisect_thresholds, draw, largest, uniform
 from ..sampling_params import MAX_LOGPROBS
-from .sample_output import SampleOutput
 from .sampling_state import (
     COUNT_MASK,
     MAX_ROW_STOP_IDS,
@@ -40,12 +41,74 @@ from .sampling_state import (
 )
 
 __all__ = [
+    "SampleOutput",
     "drafted_lanes",
     "sample_drafted",
     "sample_full",
     "sample_greedy",
     "sample_lanes",
 ]
+
+
+@dataclass(frozen=True)
+class SampleOutput:
+    """What a step drew, on the device. B rows of a step, V tokens of the vocabulary.
+
+    Log-probabilities are of the model's own distribution, the log-softmax of its logits in
+    float32. Those of a row whose token is `NON_FINITE` are undefined.
+    """
+
+    tokens: torch.Tensor
+    """int64 `[B]`: ids of the vocabulary, or `NON_FINITE`."""
+    logprob: torch.Tensor
+    """float32 `[B]`: log-probability of `tokens`."""
+    top_logprobs: torch.Tensor
+    """float32 `[B, min(20, V)]`: the highest log-probabilities, highest first."""
+    top_ids: torch.Tensor
+    """int64 `[B, min(20, V)]`: their tokens."""
+    packed: torch.Tensor | None = None
+    """uint8 `[packed_bytes]`: the buffer that the four are views of; None: separate tensors."""
+
+    @staticmethod
+    def packed_bytes(rows: int, tops: int) -> int:
+        """Return the bytes of the four tensors, with `tops` top log-probabilities a row."""
+        return -(-rows * (1 + tops) * 12 // 8) * 8
+
+    @classmethod
+    def unpack(cls, packed: torch.Tensor, rows: int, tops: int) -> SampleOutput:
+        """Return the four as views of uint8 `[packed_bytes]`, or `[1 + k, packed_bytes]`."""
+        views, at = [], 0
+        for width, dtype in (
+            (1, torch.int64),
+            (tops, torch.int64),
+            (1, torch.float32),
+            (tops, torch.float32),
+        ):
+            end = at + rows * width * dtype.itemsize
+            views.append(packed[..., at:end].view(dtype).unflatten(-1, (rows, width)))
+            at = end
+        tokens, top_ids, logprob, top_logprobs = views
+        return cls(tokens.squeeze(-1), logprob.squeeze(-1), top_logprobs, top_ids, packed)
+
+    def pack(self) -> torch.Tensor:
+        """Return `packed`, or a packed copy."""
+        if self.packed is not None:
+            return self.packed
+        rows, tops = self.top_ids.shape[-2:]
+        parts = (self.tokens, self.top_ids.flatten(-2), self.logprob, self.top_logprobs.flatten(-2))
+        as_bytes = [part.contiguous().view(torch.uint8) for part in parts]
+        missing = self.packed_bytes(rows, tops) - sum(part.shape[-1] for part in as_bytes)
+        return torch.cat((*as_bytes, as_bytes[0][..., :missing]), dim=-1)
+
+    def copy_(self, source: SampleOutput) -> None:
+        """Copy asynchronously to a packed output."""
+        assert self.packed is not None
+        self.packed.copy_(source.pack(), non_blocking=True)
+
+    def at(self, lanes: torch.Tensor | int) -> SampleOutput:
+        """Return the output of some lanes, in the shape of `lanes`, int64, or at one position."""
+        columns = self.tokens, self.logprob, self.top_logprobs, self.top_ids
+        return SampleOutput(*(column[lanes] for column in columns))
 
 
 def sample_greedy(logits_BV: torch.Tensor) -> torch.Tensor:

@@ -12,56 +12,66 @@ from ..kernels.cpu.sampling import fused_full, fused_greedy
 from ..kernels.ops.batch import Feedback
 from ..kernels.ops.token_masks import LaneMasks
 from ..sampling_params import MAX_LOGPROBS
-from .reference_sampler import sample_drafted, sample_full, sample_greedy
-from .sample_output import SampleOutput
+from .reference_sampler import (
+    SampleOutput,
+    sample_drafted,
+    sample_full,
+    sample_greedy,
+    sample_lanes,
+)
 from .sampling_state import SamplingState
 
 __all__ = ["SAMPLERS", "Sampler", "fused_sampler", "torch_sampler", "triton_sampler"]
 
 
-def _sample_full_fused(
-    logits_BV: torch.Tensor,
-    state: SamplingState,
-    rows_B: torch.Tensor,
-    positions_B: torch.Tensor,
-    masks: LaneMasks | None = None,
-    inputs_B: torch.Tensor | None = None,
-) -> SampleOutput:
-    """`sample_full`, or with the tokens that lanes follow `sample_drafted`, as one C++ operator."""
-    return SampleOutput(
-        *fused_full(
-            logits_BV,
-            state.reals,
-            state.integers,
-            state.token_counts,
-            rows_B,
-            positions_B,
-            min(MAX_LOGPROBS, logits_BV.shape[1]),
-            masks,
-            inputs_B,
-        )
-    )
+def _torch_greedy(logits_BV: torch.Tensor, masks: None = None) -> torch.Tensor:
+    return sample_greedy(logits_BV)
 
 
-def _sample_drafted_fused(
+def _torch_full(
     logits_TV: torch.Tensor,
     state: SamplingState,
     rows_T: torch.Tensor,
     positions_T: torch.Tensor,
-    token_ids_BN: torch.Tensor,
-    masks: LaneMasks | None = None,
+    masks: None = None,
+    token_ids: torch.Tensor | None = None,
+    place_T: torch.Tensor | None = None,
 ) -> SampleOutput:
-    return _sample_full_fused(logits_TV, state, rows_T, positions_T, masks, token_ids_BN.flatten())
+    """With `place_T`, the results of `drafted_lanes` are given, as compiled code needs."""
+    lanes = logits_TV, state, rows_T, positions_T
+    if token_ids is None:
+        return sample_full(*lanes)
+    if place_T is None:
+        return sample_drafted(*lanes, token_ids)
+    return sample_lanes(*lanes, token_ids, place_T)
 
 
-def _triton_greedy(logits_BV: torch.Tensor, masks: LaneMasks | None = None) -> torch.Tensor:
-    from ..kernels.triton.sampler import greedy_rows  # needs triton
+def _fused_full(
+    logits_TV: torch.Tensor,
+    state: SamplingState,
+    rows_T: torch.Tensor,
+    positions_T: torch.Tensor,
+    masks: LaneMasks | None = None,
+    token_ids: torch.Tensor | None = None,
+) -> SampleOutput:
+    """One C++ operator."""
+    return SampleOutput(
+        *fused_full(
+            logits_TV,
+            state.reals,
+            state.integers,
+            state.token_counts,
+            rows_T,
+            positions_T,
+            min(MAX_LOGPROBS, logits_TV.shape[1]),
+            masks,
+            None if token_ids is None else token_ids.flatten(),
+        )
+    )
 
-    return greedy_rows(logits_BV, masks=masks)
 
-
-def _triton_greedy_step(
-    logits_BV: torch.Tensor, feed: Feedback, masks: LaneMasks | None = None
+def _triton_greedy(
+    logits_BV: torch.Tensor, masks: LaneMasks | None = None, feed: Feedback | None = None
 ) -> torch.Tensor:
     from ..kernels.triton.sampler import greedy_rows  # needs triton
 
@@ -69,30 +79,29 @@ def _triton_greedy_step(
 
 
 def _triton_full(
-    logits_BV: torch.Tensor,
+    logits_TV: torch.Tensor,
     state: SamplingState,
-    rows_B: torch.Tensor,
-    positions_B: torch.Tensor,
+    rows_T: torch.Tensor,
+    positions_T: torch.Tensor,
     masks: LaneMasks | None = None,
-    *,
-    feed: Feedback | None = None,
     token_ids_BN: torch.Tensor | None = None,
+    feed: Feedback | None = None,
 ) -> SampleOutput:
-    """`sample_full`, or with the tokens of a verify step `sample_drafted`, as two kernels."""
+    """Two kernels."""
     from ..kernels.triton.sampler import full_rows  # needs triton
 
-    rows, vocab_size = logits_BV.shape
+    rows, vocab_size = logits_TV.shape
     tops = min(MAX_LOGPROBS, vocab_size)
     size = SampleOutput.packed_bytes(rows, tops)
-    packed = torch.empty(size, dtype=torch.uint8, device=logits_BV.device)
+    packed = torch.empty(size, dtype=torch.uint8, device=logits_TV.device)
     output = SampleOutput.unpack(packed, rows, tops)
     full_rows(
-        logits_BV,
+        logits_TV,
         state.reals,
         state.integers,
         state.token_counts,
-        rows_B,
-        positions_B,
+        rows_T,
+        positions_T,
         (output.tokens, output.logprob, output.top_ids, output.top_logprobs),
         feed,
         masks,
@@ -101,61 +110,30 @@ def _triton_full(
     return output
 
 
-def _triton_full_step(
-    logits_BV: torch.Tensor,
-    state: SamplingState,
-    feed: Feedback,
-    masks: LaneMasks | None = None,
-) -> SampleOutput:
-    return _triton_full(logits_BV, state, feed.rows, feed.positions, masks, feed=feed)
-
-
-def _triton_drafted(
-    logits_TV: torch.Tensor,
-    state: SamplingState,
-    rows_T: torch.Tensor,
-    positions_T: torch.Tensor,
-    token_ids_BN: torch.Tensor,
-    masks: LaneMasks | None = None,
-) -> SampleOutput:
-    return _triton_full(logits_TV, state, rows_T, positions_T, masks, token_ids_BN=token_ids_BN)
-
-
 @dataclass(frozen=True, slots=True)
 class Sampler:
     """Functions that choose the tokens of a step."""
 
     greedy: Callable[..., torch.Tensor]
-    """Signature of `sample_greedy`; with `takes_masks`, `LaneMasks` may follow."""
+    """`sample_greedy`; `LaneMasks` may follow, with `takes_masks`."""
     full: Callable[..., SampleOutput]
-    """Signature of `sample_full`; with `takes_masks`, `LaneMasks` may follow."""
-    drafted: Callable[..., SampleOutput]
-    """Signature of `sample_drafted`; with `takes_masks`, `LaneMasks` may follow."""
+    """`sample_full`; `LaneMasks` may follow, with `takes_masks`, and then the tokens `[B, N]` of a
+    verify step, to sample as `sample_drafted`."""
     takes_masks: bool = False
-    """Whether all functions apply token masks; others get logits from `mask_logits`."""
-    greedy_step: Callable[..., torch.Tensor] | None = None
-    """As `greedy`, with `Feedback` after the logits: tokens go to the rows' state, too; None if not
-    available."""
-    full_step: Callable[..., SampleOutput] | None = None
-    """As `full`, with `Feedback` in the place of rows and positions, which it holds; None if not
-    available."""
+    """Whether both apply token masks; others get logits from `mask_logits`."""
+    stores: bool = False
+    """Whether both take `Feedback` as their last argument, and store tokens there. Positions of
+    `full` are then those of the feedback."""
 
 
-torch_sampler = Sampler(sample_greedy, sample_full, sample_drafted)
+torch_sampler = Sampler(_torch_greedy, _torch_full)
 """For every device; `torch.compile` fuses it."""
 
-fused_sampler = Sampler(fused_greedy, _sample_full_fused, _sample_drafted_fused, takes_masks=True)
+fused_sampler = Sampler(fused_greedy, _fused_full, takes_masks=True)
 """For CPUs, after `load_cpu_ops`."""
 
-triton_sampler = Sampler(
-    _triton_greedy,
-    _triton_full,
-    _triton_drafted,
-    takes_masks=True,
-    greedy_step=_triton_greedy_step,
-    full_step=_triton_full_step,
-)
-"""For CUDA devices: two kernels for either, with token feedback. Needs triton."""
+triton_sampler = Sampler(_triton_greedy, _triton_full, takes_masks=True, stores=True)
+"""For CUDA devices. Needs triton."""
 
 SAMPLERS: dict[SamplerName, Sampler] = {
     "torch": torch_sampler,

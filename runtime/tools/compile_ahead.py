@@ -206,7 +206,7 @@ class RecordedStep:
     name: str
     """Phase, number of rows or tokens, and sampler: `decode 8 greedy`, `verify 8x4 sampled` (4
     tokens per row), `decode 8 greedy drafting 3`. Steps with token masks are two: `verify 8x4
-    forward` and `verify 8x4 greedy masked`."""
+    forward` and `sample 8x4 greedy`."""
     kernel_calls: list[KernelCall]
     """All calls of the step, in launch order."""
 
@@ -256,23 +256,23 @@ def record_steps(
     )
 
     def is_recorded(key: StepKey) -> bool:
-        if key.phase == "decode":
+        if key.phase != "prefill":
             return True
-        if key.part == "sample":
-            return len(tokens) > 0
         return key.size in tokens and not key.full_sampler
 
     steps = []
     for key in dict.fromkeys(filter(is_recorded, sizes.keys())):
         with record_kernel_calls(capability) as calls:
             functions.bind(key)()
-        name = f"{key.phase} {key.size}"
+        phase, name = key.phase, f"{key.size}"
         if key.tokens_per_row > 1:
-            name = f"verify {key.size}x{key.tokens_per_row}"
+            phase = "verify" if phase == "decode" else phase
+            name += f"x{key.tokens_per_row}"
         kind = "sampled" if key.full_sampler else "greedy"
-        kind = {"forward": "forward", "sample": f"{kind} masked"}.get(key.part, kind)
+        if key.masked and key.phase != "sample":
+            kind = "forward"
         drafting = f" drafting {key.drafts}" if key.drafts else ""
-        steps.append(RecordedStep(f"{name} {kind}{drafting}", calls))
+        steps.append(RecordedStep(f"{phase} {name} {kind}{drafting}", calls))
     return steps
 
 

@@ -9,8 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 from stepgraph.graphs.buckets import Buckets
-from stepgraph.graphs.library import StepLibrary
-from stepgraph.graphs.steps import CapturedStep, CudaGraphCapturer, EagerStep
+from stepgraph.graphs.steps import CudaGraphCapturer, Step, StepLibrary
 from stepgraph.runtime.engine.memory import CapturePeaks, StepMemory, measure_steps
 from stepgraph.runtime.execution.runner import Runner
 from stepgraph.runtime.execution.step_key import StepKey, StepSizes
@@ -116,18 +115,16 @@ def test_captures_are_measured_one_by_one_and_all_at_once(fake_device: FakeDevic
     peaks = CapturePeaks(torch.device("cuda"))
     capturer = CudaGraphCapturer("cuda")
 
-    def step(key: StepKey) -> CapturedStep[None]:
+    def step(key: StepKey) -> Step[None]:
         def fn() -> None:
             if fake_device.allocated == 500:
                 fake_device.keep(WORKSPACE)
             fake_device.run(peak_of(key))
 
-        return CapturedStep(fn, str(key), capturer)
+        return Step("graph", fn, str(key), capturer)
 
     keys = SIZES.keys()
-    library = StepLibrary[StepKey, None](
-        step, keys, lambda key: key.size, lambda key: EagerStep(lambda: None, str(key))
-    )
+    library = StepLibrary[StepKey, None](step, keys, lambda key: key.size, lambda key: lambda: None)
     library.prepare(watcher=peaks)
     assert peaks.peaks == {key: peak_of(key) for key in keys}
     largest = max(map(peak_of, keys))

@@ -168,11 +168,11 @@ def test_drafters_follow_masked_prompts_by_the_tokens_of_all_ranks(
             masks=MaskState(
                 torch.full((lanes + 1, -(-base.vocab_size // 32)), -1, dtype=torch.int32),
                 torch.zeros(lanes, len(vocabulary.shard.vocab)),
-                torch.zeros(lanes, dtype=torch.int64),
+                *torch.zeros(2, lanes, dtype=torch.int64),
             ),
         )
         steps.functions._drafting = followed = FollowedPrefill()  # type: ignore[assignment]
-        key = StepKey("prefill", steps.tokens, COLUMNS, False, part="forward")
+        key = StepKey("prefill", steps.tokens, COLUMNS, False, masked=True)
         steps.functions.bind(key)()
         return followed.tokens
 

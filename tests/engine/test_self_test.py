@@ -128,7 +128,7 @@ def test_attention_that_is_wrong_too_is_replaced(monkeypatch: pytest.MonkeyPatch
 
 def test_a_wrong_sampler_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     right = SAMPLERS["cpu"]
-    shifted = dataclasses.replace(right, greedy=lambda logits: right.greedy(logits) + 1)
+    shifted = dataclasses.replace(right, greedy=lambda *lanes: right.greedy(*lanes) + 1)
     monkeypatch.setitem(SAMPLERS, "cpu", shifted)
     with pytest.warns(RuntimeWarning):
         checked = check_kernels(*chosen(), required=False)

@@ -12,7 +12,6 @@ from stepgraph.runtime import kernels
 from stepgraph.runtime.execution.inputs import RowState
 from stepgraph.runtime.execution.step_functions import DraftStep, batch_of_slots
 from stepgraph.runtime.execution.step_key import StepKey
-from stepgraph.runtime.kernels.cpu.drafted import verify_inputs
 from stepgraph.runtime.kernels.weights import INT8, MODEL, WeightStorage
 from stepgraph.runtime.loading.drafter_loading import find_drafter
 from stepgraph.runtime.models.drafters.drafter import FollowedTokens
@@ -57,22 +56,22 @@ def step_of(rig: DrafterRig, seed: int) -> tuple[RowState, FollowedTokens, torch
     counts = torch.randint(1, 6, (len(rows),), generator=random)
     counts[-1] = 1
     drafts = torch.randint(0, rig.vocab, (len(rows), 5), generator=random)
-    inputs = verify_inputs(
+    token_ids, positions, slots, token_rows, starts = torch.ops.stepgraph.row_inputs.default(
         *(rows, drafts, counts, state.token_ids, state.positions, state.block_tables, BLOCK_SIZE)
     )
     batch = batch_of_slots(
-        *(state, BLOCK_SIZE, inputs.positions, inputs.slots, inputs.token_rows, rows),
+        *(state, BLOCK_SIZE, positions, slots, token_rows, rows),
         LENGTH // BLOCK_SIZE,
-        query_start_loc=inputs.query_start_loc,
+        query_start_loc=starts,
     )
-    count = len(inputs.token_ids)
+    count = len(token_ids)
     next_ids = torch.randint(0, rig.vocab, (count,), generator=random)
     next_ids[count // 2] = -1
     features = torch.randn(count, rig.features, generator=random).to(rig.dtype)
     accepted = 1 + (torch.rand(len(rows), generator=random) * counts).long()
     state.positions[rows[:-1]] += accepted[:-1]
-    first = inputs.query_start_loc[:-1].contiguous()
-    return state, FollowedTokens(inputs.token_ids, next_ids, features, batch), first, len(rows)
+    first = starts[:-1].contiguous()
+    return state, FollowedTokens(token_ids, next_ids, features, batch), first, len(rows)
 
 
 @pytest.mark.parametrize(

@@ -61,8 +61,8 @@ def tokens(engine: Engine, *params: SamplingParams) -> list[Any]:
 
 @needs_compiler
 def test_steps_of_plain_torch_share_their_code(open_engine: Open, traced: Counter[str]) -> None:
-    """Decode and verify steps of one row and of any number, and the sampler of drafts."""
-    parts = {"_prefill_parts": 1, "_decode_parts": 2, "_verify_parts": 2, "_drawn_lanes": 2}
+    """Decode and verify steps of one row and of any number, each with the sampler."""
+    parts = {"_forward_chunks": 1, "_forward_rows": 4, "_drawn": 3}
     params = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True), SAMPLED
     config = SIZES | {"prefill_chunk": 16}
     expected = tokens(open_engine("micro", mode="eager", **config), *params)
@@ -86,8 +86,8 @@ def test_a_native_sampler_that_fails_its_self_test_is_replaced(
     monkeypatch.setattr(self_test, "warn_of_fallbacks", lambda _: None)
     expected, engine = (open_engine("base", mode=mode, **SIZES) for mode in ("eager", "compile"))
     assert [fallback["name"] for fallback in engine.stats()["kernel_fallbacks"]] == [failure.name]
-    # Of one row and of any number; drawn with and without masks.
-    parts = {"_drawn": 4, "_greedy_tokens": 2, "_masked_logits": 2}
+    # Of one row and of any number.
+    parts = {"_drawn": 2, "_greedy_tokens": 2, "_masked_logits": 2}
     assert traced == parts
     assert tokens(engine, SAMPLED) == tokens(expected, SAMPLED)
     assert traced == parts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import cast
 
@@ -100,11 +101,9 @@ class Rig(StepRig):
             drafts[row] = [DRAFT_ON_DEVICE] * len(drafts[row])
         write_drafts(drafts, (), self.draft_arrays)
         output = self.steps[n]()
-        if output.logits.dim() == 2:  # row by row, without padding
-            rows = output.logits.split(self.drafts.device.counts.tolist())
-            padded = torch.nn.utils.rnn.pad_sequence(rows)
-            output = StepOutput(output.tokens, padded, output.details)
-        return output
+        counts = self.drafts.device.counts.tolist() if self.functions.ragged else n
+        logits = torch.nn.utils.rnn.pad_sequence(output.logits.split(counts))
+        return dataclasses.replace(output, logits=logits)
 
 
 CASES = {
@@ -173,6 +172,8 @@ def test_verify_steps_are_decoding_at_once(case: Case, full: bool, tiny: Tiny) -
         output = rig.verify(1 + k, drafts, own)
         for row, (at, count) in rows:
             right = min(count, wrong[row] + 1)
+            assert output.accepted is not None
+            assert int(output.accepted[row]) == right
             assert output.tokens[:right, row].tolist() == known[at : at + right, row].tolist()
             for j in range(right):
                 check_close(output.logits[j, row], decoded[at + j][1][row], mode)

@@ -11,14 +11,7 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from stepgraph.graphs.library import StepLibrary
-from stepgraph.graphs.steps import (
-    Capture,
-    CapturedStep,
-    CompiledStep,
-    EagerStep,
-    StepPreparationError,
-)
+from stepgraph.graphs.steps import Capture, Step, StepLibrary, StepPreparationError
 
 
 @dataclass(frozen=True)
@@ -62,12 +55,12 @@ class Runner:
     def make_step(self, key):
         self.made.append(key)
         if self.kind == "compile":
-            return CompiledStep(self.fn(key), str(key))
-        return CapturedStep(self.fn(key), str(key), self.capturer)
+            return Step("compile", self.fn(key), str(key))
+        return Step("graph", self.fn(key), str(key), self.capturer)
 
     def make_fallback(self, key):
         self.fallbacks.append(key)
-        return EagerStep(self.fn(key), str(key))
+        return self.fn(key)
 
     def library(self, keys, make_step=None):
         make_step = make_step or self.make_step
@@ -118,7 +111,7 @@ def test_failure_at_start_is_an_error_with_its_reason(caplog):
                 raise MemoryError("no room for 136 MiB")
             return torch.ones(key.rows)
 
-        return CompiledStep(fn, str(key))
+        return Step("compile", fn, str(key))
 
     library = Runner().library(KEYS, make_step=broken)
     with pytest.raises(StepPreparationError) as caught:

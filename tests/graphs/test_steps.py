@@ -7,14 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from stepgraph.graphs.compilation import StepCompilationError
-from stepgraph.graphs.steps import (
-    Capture,
-    CapturedStep,
-    CompiledStep,
-    CudaGraphCapturer,
-    EagerStep,
-    StepPreparationError,
-)
+from stepgraph.graphs.steps import Capture, CudaGraphCapturer, Step, StepPreparationError
 
 
 @pytest.fixture(autouse=True)
@@ -57,8 +50,8 @@ def compiled(fn, **options):
 
 def make(kind, fn):
     if kind == "graph":
-        return CapturedStep(fn, "demo", RerunningCapturer())
-    return (EagerStep if kind == "eager" else CompiledStep)(fn, "demo")
+        return Step("graph", fn, "demo", RerunningCapturer())
+    return Step(kind, fn, "demo")
 
 
 @pytest.mark.parametrize("kind", ["eager", "compile", "graph"])
@@ -130,7 +123,7 @@ def test_other_threads_may_compile_while_a_step_is_prepared():
             answers.append(other.submit(lambda: foreign(torch.ones(size))).result())
         return own(torch.ones(2))
 
-    CompiledStep(fn, "demo").prepare()
+    Step("compile", fn, "demo").prepare()
     assert [answer.tolist() for answer in answers] == [[5] * 2, [5] * 3]
 
 
@@ -141,7 +134,7 @@ class TestCudaGraphs:
 
     def test_replays_follow_the_inputs(self):
         fn = Counter("cuda")
-        step = CapturedStep(fn, "demo", CudaGraphCapturer("cuda"))
+        step = Step("graph", fn, "demo", CudaGraphCapturer("cuda"))
         step.prepare()
         assert step.bytes >= 0
         address = step.run().data_ptr()
@@ -160,7 +153,7 @@ class TestCudaGraphs:
         steps = {}
         for n in (64, 56, 48, 40, 32, 24, 16, 8):
             x = torch.randn(n, 1 << 18, device="cuda")
-            steps[n] = (x, CapturedStep(lambda x=x: (x.sin() * 2).sum(-1), f"{n}", capturer))
+            steps[n] = (x, Step("graph", lambda x=x: (x.sin() * 2).sum(-1), f"{n}", capturer))
             steps[n][1].prepare()
         sizes = [step.bytes for _, step in steps.values()]
         assert sum(sizes) <= 1.5 * sizes[0]
@@ -170,7 +163,7 @@ class TestCudaGraphs:
     def test_a_compiled_part_is_captured(self):
         part = torch.compile(lambda x: (x * 3).relu().sum(-1), dynamic=False)
         x = torch.randn(4, 300, device="cuda")
-        step = CapturedStep(lambda: part(x), "demo", CudaGraphCapturer("cuda"))
+        step = Step("graph", lambda: part(x), "demo", CudaGraphCapturer("cuda"))
         step.prepare()
         x.copy_(torch.randn(4, 300))
         torch.testing.assert_close(step.run(), (x * 3).relu().sum(-1))
@@ -180,10 +173,10 @@ class TestCudaGraphs:
         x = torch.randn(5, device="cuda")
         stream = torch.cuda.current_stream()
         with pytest.raises(StepPreparationError):
-            CapturedStep(lambda: x.sum().item(), "waits", capturer).prepare()
+            Step("graph", lambda: x.sum().item(), "waits", capturer).prepare()
         assert torch.cuda.current_stream() == stream
         assert gc.isenabled()
-        step = CapturedStep(lambda: x * 2, "demo", CudaGraphCapturer("cuda"))
+        step = Step("graph", lambda: x * 2, "demo", CudaGraphCapturer("cuda"))
         step.prepare()
         torch.testing.assert_close(step.run(), x * 2)
 
@@ -199,7 +192,7 @@ class TestCudaGraphs:
         try:
             x = torch.randn(9, device="cuda")
             for _ in range(10):
-                step = CapturedStep(lambda: x * 2, "demo", CudaGraphCapturer("cuda"))
+                step = Step("graph", lambda: x * 2, "demo", CudaGraphCapturer("cuda"))
                 step.prepare()
                 torch.testing.assert_close(step.run(), x * 2)
         finally:

@@ -111,7 +111,7 @@ def test_the_steps_of_models(
         check_kernel(kernel)
     if model == "demo":
         names = {step["name"] for step in document["steps"]}
-        assert {"verify 8x4 sampled drafting 3", "verify 8x4 sampled masked"} <= names
+        assert {"verify 8x4 sampled drafting 3", "sample 8x4 sampled"} <= names
 
 
 # Launches ----------------------------------------------------------------------------------------

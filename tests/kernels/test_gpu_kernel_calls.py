@@ -34,7 +34,7 @@ def test_a_step_runs_on_the_device_of_the_arena(monkeypatch: pytest.MonkeyPatch)
     steps = StepFunctions.__new__(StepFunctions)
     steps.model = SimpleNamespace(kernels=Kernels)  # type: ignore[assignment]
     steps.ragged = False
-    monkeypatch.setattr(StepFunctions, "_padded", lambda self, key: seen.append("step"))
+    monkeypatch.setattr(StepFunctions, "_decode", lambda self, key: seen.append("step"))
     for name in ("cuda:1", "cpu"):
         steps.arena = SimpleNamespace(device=torch.device(name))  # type: ignore[assignment]
         steps.bind(StepKey("decode", 1, 1, False))()

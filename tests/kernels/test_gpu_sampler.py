@@ -16,8 +16,12 @@ pytest.importorskip("triton")
 from stepgraph.runtime.kernels.ops.batch import NON_FINITE, Feedback
 from stepgraph.runtime.kernels.ops.token_masks import LaneMasks, mask_logits
 from stepgraph.runtime.kernels.triton import sampler as sampler_module
-from stepgraph.runtime.sampling.reference_sampler import sample_drafted, sample_full, sample_greedy
-from stepgraph.runtime.sampling.sample_output import SampleOutput
+from stepgraph.runtime.sampling.reference_sampler import (
+    SampleOutput,
+    sample_drafted,
+    sample_full,
+    sample_greedy,
+)
 from stepgraph.runtime.sampling.samplers import SAMPLERS, torch_sampler, triton_sampler
 from stepgraph.runtime.sampling_params import SamplingParams
 
@@ -40,8 +44,6 @@ from ..speculation.test_speculation import run_mixed
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SLOW = pytest.mark.slow
-assert triton_sampler.full_step is not None
-assert triton_sampler.greedy_step is not None
 
 
 def compare(
@@ -236,10 +238,11 @@ def test_masks_of_greedy_and_drawn_tokens(vocab_size: int, dtype: torch.dtype) -
         newest, newest_positions = torch.full((2, lanes), -7, device=DEVICE)
         feed = Feedback(rows, torch.full_like(rows, FIRST - 1), newest, newest_positions)
         if expected is greedy:
-            tokens = triton_sampler.greedy_step(logits, feed, masks)
+            tokens = triton_sampler.greedy(logits, masks, feed)
         else:
             state = state_of(params[::-1], vocab_size, DEVICE)
-            tokens = triton_sampler.full_step(logits, state, feed, masks).tokens
+            lanes = logits, state, rows, feed.positions
+            tokens = triton_sampler.full(*lanes, masks, None, feed).tokens
         assert torch.equal(tokens, expected)
         assert torch.equal(newest[rows], expected.clamp(min=0))
         assert newest_positions.tolist() == [*[FIRST] * (lanes - 1), 0]  # of the null row
@@ -301,8 +304,7 @@ def compare_drafted(
 
     states = [state_of(params, vocab_size, DEVICE) for _ in range(2)]
     reference = sample_drafted(plain, states[0], rows, positions, inputs_BN)
-    own = () if masks is None else (masks,)
-    output = triton_sampler.drafted(logits, states[1], rows, positions, inputs_BN, *own)
+    output = triton_sampler.full(logits, states[1], rows, positions, masks, inputs_BN)
     assert_same(output, reference, plain)
     assert torch.equal(states[1].token_counts, states[0].token_counts)
     equal = reference.tokens.view(-1, n)[:, :-1] == inputs_BN[:, 1:]
@@ -342,7 +344,7 @@ def test_repeated_drafts_are_counted_each() -> None:
     state = state_of(params, 40, DEVICE)
     before = state.token_counts[0].clone()
     positions = FIRST + torch.arange(6, device=DEVICE)
-    output = triton_sampler.drafted(logits, state, rows, positions, inputs)
+    output = triton_sampler.full(logits, state, rows, positions, None, inputs)
     assert output.tokens.tolist()[:5] == [20, 20, 20, 20, 21]
     added = state.token_counts[0] - before
     assert added.nonzero().flatten().tolist() == [20, 21]

@@ -9,7 +9,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from stepgraph.graphs.steps import CapturedStep, CudaGraphCapturer
+from stepgraph.graphs.steps import CudaGraphCapturer, Step
 from stepgraph.profiling import attribution
 from stepgraph.profiling.attribution import KernelNames, cuda_graph_nodes, operation
 from stepgraph.runtime.execution.step_key import StepKey
@@ -198,7 +198,7 @@ def test_graph_nodes_of_a_real_capture() -> None:
         with operation("norm"):
             return (z * 2).relu()
 
-    step = CapturedStep(fn, "demo", CudaGraphCapturer("cuda"), KEY)
+    step = Step("graph", fn, "demo", CudaGraphCapturer("cuda"), KEY)
     with attribution.recording() as names:
         step.prepare()
     assert torch.equal(step.run(), fn())

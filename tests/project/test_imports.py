@@ -42,7 +42,7 @@ HOST_LOGIC = (
 )
 OF_TENSORS = {
     *("cache/arena.py", "cache/memory/device_memory.py"),
-    *("graphs/buffers.py", "graphs/library.py", "graphs/steps.py"),
+    *("graphs/buffers.py", "graphs/steps.py"),
 }
 WITHOUT_TORCH = [f for f in FILES if f.startswith(HOST_LOGIC) and f not in OF_TENSORS]
 """Readable without knowing a GPU, testable in microseconds."""

@@ -22,7 +22,7 @@ import pytest
 import torch
 from stepgraph.cache.arena import Arena, HostArena
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.steps import Capture, EagerStep
+from stepgraph.graphs.steps import Capture, Step, StepLibrary
 from stepgraph.profiling import attribution
 from stepgraph.profiling.attribution import NodeKind
 from stepgraph.runtime.engine import startup
@@ -251,7 +251,7 @@ class FakeGraphs:
     def index_of(self, library: Any) -> dict[StepKey, int]:
         """Which capture serves each key of a library."""
         by_output = {id(graph.output): graph.index for graph in self.graphs}
-        return {key: by_output[id(step._capture.output)] for key, step in library.steps.items()}
+        return {key: by_output[id(step.capture.output)] for key, step in library.steps.items()}
 
 
 class FakeCapturer:
@@ -296,7 +296,8 @@ class FakeCapturer:
 def vars_of(output: Any) -> list[Any]:
     """The tensors of a `StepOutput`, its details and drafts included."""
     details = [] if output.details is None else list(vars(output.details).values())
-    return [output.tokens, output.logits, *details, *(output.drafts or ())]
+    own = [] if output.accepted is None else [output.accepted]
+    return [output.tokens, output.logits, *details, *(output.drafts or ()), *own]
 
 
 class MirroredBuffers(StaticBuffers[Any]):
@@ -381,6 +382,17 @@ def make_fake_graphs(monkeypatch: pytest.MonkeyPatch) -> FakeGraphs:
 
         monkeypatch.setattr(owner, name, wait)
 
+    make_step = Step.__init__
+
+    def waiting_step(
+        self: Step[Any], kind: Any, fn: Callable[[], Any], *rest: Any, **own: Any
+    ) -> None:
+        def run() -> Any:
+            graphs.stream.wait()
+            return fn()
+
+        make_step(self, kind, run if kind == "eager" else fn, *rest, **own)
+
     copy_async, read, make_outputs = HostOutputs.copy_async, Runner.read, HostOutputs.__init__
 
     def logged_copy(self: HostOutputs, number: int, phase: Any, output: Any) -> Any:
@@ -422,7 +434,8 @@ def make_fake_graphs(monkeypatch: pytest.MonkeyPatch) -> FakeGraphs:
     queued(HostArena, "swap_in")
     queued(PromptScorer, "run")
     queued(HostMasks, "copy_to_device")
-    waiting(EagerStep, "run")
+    monkeypatch.setattr(Step, "__init__", waiting_step)
+    waiting(StepLibrary, "run_fallback")
     waiting(Runner, "check_integrity")
     monkeypatch.setattr(startup, "CapturePeaks", lambda device: FakePeaks(graphs, device))
     monkeypatch.setattr(startup, "select_kernels", chosen_kernels)

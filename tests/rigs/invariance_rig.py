@@ -119,11 +119,10 @@ class Forced(StepRig):
             self.state.positions[row] = done[row]
         key = StepKey("decode", step.size, self._columns, False, tokens_per_row=width)
         logits = self.functions.bind(key)().logits
-        if width > 1 and logits.dim() == 2:  # row by row, without padding
-            parts = logits.split(self.drafts.host.counts[: step.size].tolist())
-            return dict(zip(step.counts, parts, strict=False))
-        logits = logits if width > 1 else logits[None]
-        return {row: logits[:count, lane] for lane, (row, count) in enumerate(step.counts.items())}
+        ragged = width > 1 and self.functions.ragged
+        parts = logits.split(self.drafts.host.counts[: step.size].tolist() if ragged else width)
+        rows = zip(step.counts.items(), parts, strict=False)
+        return {row: part[:count] for (row, count), part in rows}
 
     def _prefill(self, step: Step, done: list[int]) -> dict[int, torch.Tensor]:
         self._begin_write()

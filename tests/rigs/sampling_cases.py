@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 from stepgraph.runtime.kernels.ops.batch import NON_FINITE
-from stepgraph.runtime.sampling.reference_sampler import sample_full
-from stepgraph.runtime.sampling.sample_output import SampleOutput
+from stepgraph.runtime.sampling.reference_sampler import SampleOutput, sample_full
 from stepgraph.runtime.sampling.sampling_state import SamplingState
 from stepgraph.runtime.sampling_params import SamplingParams
 

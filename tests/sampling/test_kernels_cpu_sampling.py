@@ -68,14 +68,12 @@ def test_drafts_are_drawn_as_if_one_by_one(sampler: Sampler, masked: bool) -> No
     logits_BNV = logits_of(lanes, 300, 1, torch.float32).view(len(params), n, 300)
     logits_BNV[:, 1:] = logits_BNV[:, :1]  # so that counts decide
     logits = allowed = logits_BNV.flatten(0, 1)
-    own: list[LaneMasks] = []
+    masks: LaneMasks | None = None
     if masked:
         masks = random_masks(300, torch.arange(lanes) % 7)
         allowed = mask_logits(logits, masks)
-        if sampler.takes_masks:
-            own = [masks]
-        else:
-            logits = allowed
+        if not sampler.takes_masks:
+            logits, masks = allowed, None
     for right in range(n):
         states = [state_of(params) for _ in range(2)]
         expected = torch.stack(
@@ -89,9 +87,8 @@ def test_drafts_are_drawn_as_if_one_by_one(sampler: Sampler, masked: bool) -> No
         inputs_BN[:, 1 : 1 + right] = expected[:, : n - 1][:, :right]
         if right < n - 1:
             inputs_BN[:, 1 + right] = (expected[:, right] + 1) % 300
-        found = sampler.drafted(
-            logits, states[1], rows_BN.flatten(), positions_BN.flatten(), inputs_BN, *own
-        )
+        lanes = logits, states[1], rows_BN.flatten(), positions_BN.flatten()
+        found = sampler.full(*lanes, masks, inputs_BN)
         assert torch.equal(found.tokens.view(-1, n)[:, : right + 1], expected)
         assert torch.equal(states[1].token_counts, states[0].token_counts)
 

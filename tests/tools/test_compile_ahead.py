@@ -54,7 +54,8 @@ def test_steps_with_masks_and_of_drafters_are_recorded() -> None:
         assert "_decode_ready_attention" in kernels(drafting)
         assert len(drafting.kernel_calls) > len(steps[f"{name} forward"].kernel_calls)
         for how in ("greedy", "sampled"):
-            assert all(loaded(steps[f"{name} {how} masked"], "words_ptr"))
+            sampled = steps[f"sample {name.split()[1]} {how}"]
+            assert all(loaded(sampled, "words_ptr"))
             assert not any(loaded(steps[f"{name} {how} drafting 2"], "words_ptr"))
     prefill = steps["prefill 32 greedy"]
     assert "_store_kernel" in kernels(prefill), "the head follows"

@@ -5,18 +5,9 @@ Shapes: B rows of the step, R rows of the state, T tokens, G layer groups, K dra
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
-from torch import Tensor
 
-__all__ = [
-    "DraftedInputs",
-    "VerifyInputs",
-    "accept_drafts",
-    "drafted_inputs",
-    "verify_inputs",
-]
+__all__: list[str] = []
 
 
 # All that an EAGLE-3 head computes in a step: `count` drafts of each row, int64 `[B, count]`, and
@@ -39,7 +30,7 @@ torch.library.define(
 )
 
 
-# Inputs of decode and verify steps, and acceptance of drafts, as CPU operators (`draft_ops.h`).
+# Inputs of decode and verify steps, acceptance of drafts, and inputs of drafters (`draft_ops.h`).
 #
 # Rows have as many tokens as drafts they verify, and one more: there is no padding between them.
 #
@@ -47,8 +38,19 @@ torch.library.define(
 #     tokens                 e  x  y  z      m
 #     positions              4  5  6  7      8
 #     query_start_loc        0               4   5
-#     lanes by position      0  1  2  3      4        [tokens per row, rows]; a row that has fewer
-#                                            4 4 4    tokens repeats its last one
+#     lanes by position      0  1  2  3      4        [1 + K, B]; a row that has fewer tokens
+#                                            4 4 4    repeats its last one
+#
+# `row_inputs` returns tokens, positions, write index `[G, T]`, the row of each token and
+# `query_start_loc`. `advance_rows` advances each row by its accepted drafts and the token after
+# them, as `Feedback`, and returns the lanes by position.
+#
+# `drafted_inputs` returns the positions, write index and rows of `count` tokens of each row, the
+# first of them `first` after the row's position. Tokens at `stops` or later have no slot: they have
+# the last position with one, and are written to the null block.
+#
+# The operators raise RuntimeError or IndexError for arguments that do not fit together. Shapes: B
+# rows of the step, K drafts, T tokens, G layer groups.
 
 torch.library.define(
     "stepgraph::row_inputs",
@@ -62,95 +64,8 @@ torch.library.define(
     "Tensor(b!) positions) -> Tensor",
 )
 
-
-class VerifyInputs(NamedTuple):
-    """The tokens of a verify step, row by row."""
-
-    token_ids: Tensor
-    """int64 `[T]`: the newest token of each row, and its drafts."""
-    positions: Tensor
-    """int64 `[T]`."""
-    slots: Tensor
-    """int64 `[G, T]`: the write index."""
-    token_rows: Tensor
-    """int64 `[T]`: the row of each token."""
-    query_start_loc: Tensor
-    """int64 `[B + 1]`: the first token of each row."""
-
-
-def verify_inputs(
-    rows_B: Tensor,
-    drafts_BK: Tensor,
-    counts_B: Tensor,
-    token_ids_R: Tensor,
-    positions_R: Tensor,
-    block_tables: Tensor,
-    block_size: int,
-) -> VerifyInputs:
-    """Return the tokens of rows with `counts_B` tokens each. Runs on CPU after `load_cpu_ops`.
-
-    Raises RuntimeError or IndexError for arguments that do not fit together.
-    """
-    return VerifyInputs(
-        *torch.ops.stepgraph.row_inputs.default(
-            rows_B, drafts_BK, counts_B, token_ids_R, positions_R, block_tables, block_size
-        )
-    )
-
-
-def accept_drafts(
-    tokens_T: Tensor,
-    rows_B: Tensor,
-    drafts_BK: Tensor,
-    counts_B: Tensor,
-    token_ids_R: Tensor,
-    positions_R: Tensor,
-) -> Tensor:
-    """Advance each row by its accepted drafts and the token after them; see `Feedback`.
-
-    Returns the lanes by position, int64 `[1 + K, B]`. Runs on CPU after `load_cpu_ops`. Raises
-    RuntimeError or IndexError for arguments that do not fit together.
-    """
-    lanes: Tensor = torch.ops.stepgraph.advance_rows.default(
-        tokens_T, rows_B, drafts_BK, counts_B, token_ids_R, positions_R
-    )
-    return lanes
-
-
 torch.library.define(
     "stepgraph::drafted_inputs",
     "(Tensor rows, Tensor positions, Tensor stops, Tensor block_tables, int block_size, int first,"
     " int count) -> (Tensor, Tensor, Tensor)",
 )
-
-
-class DraftedInputs(NamedTuple):
-    """The same number of tokens of each row."""
-
-    positions: Tensor
-    """int64 `[T]`; those without a slot have the last position with one."""
-    slots: Tensor
-    """int64 `[G, T]`: the write index; the null block for tokens without a slot."""
-    token_rows: Tensor
-    """int64 `[T]`: the row of each token."""
-
-
-def drafted_inputs(
-    rows_B: Tensor,
-    positions_R: Tensor,
-    stops_B: Tensor,
-    block_tables: Tensor,
-    block_size: int,
-    first: int,
-    count: int,
-) -> DraftedInputs:
-    """Return `count` tokens of each row, the first of them `first` after the row's position.
-
-    `stops_B`: the first position of each row that has no slot. Runs on CPU after `load_cpu_ops`.
-    Raises RuntimeError or IndexError for arguments that do not fit together.
-    """
-    return DraftedInputs(
-        *torch.ops.stepgraph.drafted_inputs.default(
-            rows_B, positions_R, stops_B, block_tables, block_size, first, count
-        )
-    )
