@@ -16,13 +16,11 @@ __all__ = [
     "DeviceMemory",
     "available_bytes",
     "cgroup_headroom",
-    "is_shared_with_os",
     "resident_bytes",
 ]
 
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 _CGROUP_MEMBERSHIP = Path("/proc/self/cgroup")
-_STATUS = Path("/proc/self/status")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +37,8 @@ class DeviceMemory:
     @classmethod
     def of(cls, device: torch.device) -> Self:
         """Read a device; see `available_bytes`."""
-        shared = is_shared_with_os(device)
+        on_cuda = device.type == "cuda"
+        shared = not on_cuda or bool(torch.cuda.get_device_properties(device).is_integrated)
         return cls(available_bytes(device), shared, available_bytes(torch.device("cpu")))
 
 
@@ -64,20 +63,12 @@ def _rlimit_headrooms() -> Iterator[int]:
     """Bytes below the soft limits of address space (`ulimit -v`) and of data (`ulimit -d`)."""
     if sys.platform != "linux":
         return
-    import resource
-
-    for limit, held in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
-        most, _ = resource.getrlimit(limit)
-        if most != resource.RLIM_INFINITY:
-            with contextlib.suppress(OSError, KeyError):
-                yield max(0, most - _status_bytes(held))
-
-
-def is_shared_with_os(device: torch.device) -> bool:
-    """Whether `device` and the operating system share memory: a CPU, or unified memory."""
-    if device.type == "cuda":
-        return bool(torch.cuda.get_device_properties(device).is_integrated)
-    return True
+    process = psutil.Process()
+    held = process.memory_info()
+    for limit, used in ((psutil.RLIMIT_AS, held.vms), (psutil.RLIMIT_DATA, held.data)):
+        most, _ = process.rlimit(limit)
+        if most != psutil.RLIM_INFINITY:
+            yield max(0, most - used)
 
 
 def resident_bytes(device: torch.device) -> int:
@@ -85,14 +76,6 @@ def resident_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.memory_allocated(device))
     return int(psutil.Process().memory_info().rss)
-
-
-def _status_bytes(name: str) -> int:
-    for line in _STATUS.read_text().splitlines():
-        key, _, value = line.partition(":")
-        if key == name:
-            return int(value.split()[0]) << 10
-    raise KeyError(name)
 
 
 def cgroup_headroom(membership: str, root: Path) -> int | None:

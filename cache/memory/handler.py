@@ -179,10 +179,6 @@ BufferBytes = Callable[[int, int], int]
 """(prompt tokens of the largest step, blocks of the longest row) -> bytes; non-decreasing."""
 
 
-def _no_bytes(prefill_tokens: int, row_blocks: int) -> int:
-    return 0
-
-
 @dataclass(frozen=True, kw_only=True)
 class ModelFootprint:
     """The memory terms of a model, and the blocks that its requests use.
@@ -223,8 +219,8 @@ class ModelFootprint:
     mask_bytes_per_token_position: int = 0
     logits_bytes_fixed: int = 0
     logits_bytes_per_row: int = 0
-    static_bytes: BufferBytes = _no_bytes
-    host_buffer_bytes: BufferBytes = _no_bytes
+    static_bytes: BufferBytes = lambda _tokens, _blocks: 0
+    host_buffer_bytes: BufferBytes = lambda _tokens, _blocks: 0
     graph_bytes: int = 0
     host_blocks: int = 0
     host_shared: bool = True

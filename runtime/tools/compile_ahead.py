@@ -264,15 +264,15 @@ def record_steps(
     for key in dict.fromkeys(filter(is_recorded, sizes.keys())):
         with record_kernel_calls(capability) as calls:
             functions.bind(key)()
-        phase, name = key.phase, f"{key.size}"
+        verifies = key.phase == "decode" and key.tokens_per_row > 1
+        name = f"{'verify' if verifies else key.phase} {key.size}"
         if key.tokens_per_row > 1:
-            phase = "verify" if phase == "decode" else phase
             name += f"x{key.tokens_per_row}"
         kind = "sampled" if key.full_sampler else "greedy"
         if key.masked and key.phase != "sample":
             kind = "forward"
         drafting = f" drafting {key.drafts}" if key.drafts else ""
-        steps.append(RecordedStep(f"{phase} {name} {kind}{drafting}", calls))
+        steps.append(RecordedStep(f"{name} {kind}{drafting}", calls))
     return steps
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from stepgraph.cache.memory import device_memory
@@ -68,11 +71,15 @@ def test_the_kernel_slows_down_above_memory_high(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("limit", ["RLIMIT_AS", "RLIMIT_DATA"])
 def test_limits_of_the_process(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    resource = pytest.importorskip("resource")
-    monkeypatch.setattr(device_memory, "_status_bytes", lambda name: 1000 << 10)
-    unlimited = (resource.RLIM_INFINITY,) * 2
-    limits = {getattr(resource, limit): (1500 << 10, resource.RLIM_INFINITY)}
-    monkeypatch.setattr(resource, "getrlimit", lambda kind: limits.get(kind, unlimited))
+    if sys.platform != "linux":
+        pytest.skip("psutil reads limits on Linux only")
+    unlimited = (psutil.RLIM_INFINITY,) * 2
+    limits = {getattr(psutil, limit): (1500 << 10, psutil.RLIM_INFINITY)}
+    process = SimpleNamespace(
+        memory_info=lambda: SimpleNamespace(vms=1000 << 10, data=1000 << 10),
+        rlimit=lambda kind: limits.get(kind, unlimited),
+    )
+    monkeypatch.setattr(psutil, "Process", lambda: process)
     assert device_memory.available_bytes(torch.device("cpu")) == 500 << 10
 
 

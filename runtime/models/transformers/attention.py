@@ -51,22 +51,26 @@ LEAST_VERSION = (5, 17)
 _one_at_a_time = threading.RLock()
 
 
-def import_transformers() -> Any:
-    """Return the module `transformers`; raise `ConfigError` if it is missing or too old."""
+def import_transformers(
+    purpose: str = "model_impl='transformers'", extra: str = "transformers"
+) -> Any:
+    """Return the module `transformers`; raise `ConfigError` if it is missing or too old.
+
+    The error names the purpose, and the extra of stepgraph that installs it.
+    """
     least = ".".join(map(str, LEAST_VERSION))
     try:
         import transformers
     except ImportError as error:
         raise ConfigError(
-            f"model_impl='transformers' needs the package transformers, {least} or newer: "
-            f'pip install "stepgraph[transformers]" ({error})'
+            f"{purpose} needs the package transformers, {least} or newer: "
+            f'pip install "stepgraph[{extra}]" ({error})'
         ) from error
     found = re.match(r"(\d+)\.(\d+)", transformers.__version__)
     if found is None or tuple(map(int, found.groups())) < LEAST_VERSION:
         raise ConfigError(
-            f"model_impl='transformers' needs transformers {least} or newer,"
-            f" {transformers.__version__} is installed: pip install --upgrade"
-            ' "stepgraph[transformers]"'
+            f"{purpose} needs transformers {least} or newer, {transformers.__version__} is"
+            f' installed: pip install --upgrade "stepgraph[{extra}]"'
         )
     return transformers
 
