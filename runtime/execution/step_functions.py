@@ -439,14 +439,8 @@ class StepFunctions:
         lanes = len(inputs.decode_rows)
         self._no_drafts = inputs.decode_rows.new_zeros((lanes, 0))
         self._ones = inputs.decode_rows.new_ones(lanes)
-        self._parts: dict[str, Callable[..., Any]] = {
-            "decode": self._forward_rows,
-            "verify": self._forward_rows,
-            "prefill": self._forward_chunks,
-            "mask": self._masked_logits,
-            "greedy": self._greedy_tokens,
-            "draw": self._drawn,
-        }
+        self._compiled: dict[str, Callable[..., Any]] = {}
+        """Compiled code of methods, by what it is for; other methods run as they are."""
         whole = compiled and model.stack is None
         self._always_greedy = whole
         """Whether compiled code contains greedy sampling, also for steps of the full sampler: so it
@@ -463,18 +457,18 @@ class StepFunctions:
                 # torch lets the sizes of other inputs vary.
                 torch._dynamo.mark_static(tensor)
         if whole:
-            self._parts["decode"] = compiled_part(self._forward_rows, few_tokens=True)
-            self._parts["prefill"] = compiled_part(self._forward_chunks)
-            self._parts["verify"] = compiled_part(self._forward_rows)
+            self._compiled["decode"] = compiled_part(self._forward_rows, few_tokens=True)
+            self._compiled["prefill"] = compiled_part(self._forward_chunks)
+            self._compiled["verify"] = compiled_part(self._forward_rows)
         if compiled and self._sampler is torch_sampler:
-            self._parts["draw"] = compiled_part(self._drawn)
+            self._compiled["draw"] = compiled_part(self._drawn)
             if state.masks is not None:
-                self._parts["mask"] = compiled_part(self._masked_logits)
-                self._parts["greedy"] = compiled_part(self._greedy_tokens)
+                self._compiled["mask"] = compiled_part(self._masked_logits)
+                self._compiled["greedy"] = compiled_part(self._greedy_tokens)
 
     def close(self) -> None:
         """Release compiled code, which references this object."""
-        self._parts.clear()
+        self._compiled.clear()
 
     def has_own_code(self, key: StepKey) -> bool:
         """Whether a step may compile what the same step without masks does not."""
@@ -503,7 +497,7 @@ class StepFunctions:
         embeds: tuple[torch.Tensor, ...] = ()
         if self.embeds is not None:
             embeds = self.embeds.embeds[:size], self.embeds.mask[:size]
-        forward: Forward = self._parts["prefill"](
+        forward: Forward = self._compiled.get("prefill", self._forward_chunks)(
             *(inputs.token_ids[:size], inputs.positions[:size], inputs.token_rows[:size]),
             *(inputs.prefill_rows, inputs.query_start_loc, inputs.sample_rows),
             *(key.read_blocks, self._always_greedy or not (key.full_sampler or key.masked)),
@@ -550,9 +544,11 @@ class StepFunctions:
                 lanes, masks = key.size * n, self._masks
                 forward = Forward(masks.logits[:lanes], masks.rows[:lanes], masks.positions[:lanes])
             elif token_ids is not None:
-                forward = self._parts["verify"](rows_B, *constants, token_ids, computed_B)
+                forward = self._compiled.get("verify", self._forward_rows)(
+                    rows_B, *constants, token_ids, computed_B
+                )
             elif self.model.decode_step is None:
-                forward = self._parts["decode"](rows_B, *constants)
+                forward = self._compiled.get("decode", self._forward_rows)(rows_B, *constants)
             else:  # its kernels read the state of the rows
                 hidden_BD, positions_B = self.model.decode_step(
                     *(rows_B, state.token_ids, state.positions, state.block_tables),
@@ -789,15 +785,17 @@ class StepFunctions:
             if self._sampler.takes_masks:
                 masks = LaneMasks(self._masks.bits, mask_rows_T)
             else:  # one compiled version of the sampler serves both cases
-                logits_TV = self._parts["mask"](logits_TV, mask_rows_T)
+                logits_TV = self._compiled.get("mask", self._masked_logits)(logits_TV, mask_rows_T)
         lanes = logits_TV, rows_T, positions_T
         if not key.full_sampler:
-            tokens_T = self._parts["greedy"](*lanes, advance, None, masks)
+            tokens_T = self._compiled.get("greedy", self._greedy_tokens)(
+                *lanes, advance, None, masks
+            )
             return StepOutput(tokens_T, logits_TV, None)
         tokens: tuple[torch.Tensor, ...] = () if token_ids is None else (token_ids,)
         if token_ids is not None and self._sampler is torch_sampler:
             tokens = drafted_lanes(token_ids)
-        details: SampleOutput = self._parts["draw"](*lanes, masks, *tokens)
+        details: SampleOutput = self._compiled.get("draw", self._drawn)(*lanes, masks, *tokens)
         return StepOutput(details.tokens, logits_TV, details)
 
     @property

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ..kernels.choice import SamplerName
-from ..kernels.cpu.sampling import fused_full, fused_greedy
+from ..kernels.cpu.sampling import fused_greedy
 from ..kernels.ops.batch import Feedback
 from ..kernels.ops.token_masks import LaneMasks
 from ..sampling_params import MAX_LOGPROBS
@@ -54,18 +54,13 @@ def _fused_full(
     masks: LaneMasks | None = None,
     token_ids: torch.Tensor | None = None,
 ) -> SampleOutput:
-    """One C++ operator."""
+    """One C++ operator. Raises RuntimeError or IndexError for what does not fit together."""
     return SampleOutput(
-        *fused_full(
-            logits_TV,
-            state.reals,
-            state.integers,
-            state.token_counts,
-            rows_T,
-            positions_T,
-            min(MAX_LOGPROBS, logits_TV.shape[1]),
-            masks,
+        *torch.ops.stepgraph.sample_full.default(
+            *(logits_TV, state.reals, state.integers, state.token_counts, rows_T, positions_T),
             None if token_ids is None else token_ids.flatten(),
+            min(MAX_LOGPROBS, logits_TV.shape[1]),
+            *(masks or ()),
         )
     )
 

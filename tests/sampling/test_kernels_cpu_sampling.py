@@ -140,42 +140,29 @@ def test_a_lane_does_not_see_its_batch() -> None:
         assert torch.equal(alone.top_logprobs, together.top_logprobs[one])
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_logits_that_are_not_a_distribution_stay_in_their_lane(case: dict[str, float]) -> None:
-    for sampler in (fused_sampler, torch_sampler):
+@pytest.mark.parametrize("sampler", [fused_sampler, torch_sampler], ids=["fused", "torch"])
+def test_logits_that_are_not_a_distribution_stay_in_their_lane(sampler: Sampler) -> None:
+    for case in CASES:
         check_bad_lanes_stay_alone(sampler.full, case)
+    check_parameters_that_leave_no_distribution(sampler.full)
 
 
-def test_parameters_that_leave_no_distribution() -> None:
-    for sampler in (fused_sampler, torch_sampler):
-        check_parameters_that_leave_no_distribution(sampler.full)
-
-
-@pytest.mark.parametrize(
-    ("change", "error"),
-    [
-        ({"rows": torch.tensor([0, 9])}, IndexError),
-        ({"rows": torch.tensor([0])}, RuntimeError),
-        ({"rows": torch.tensor([0.0, 1.0])}, RuntimeError),
-        ({"logits": torch.zeros(2, 31)}, RuntimeError),
-        ({"logits": torch.zeros(2, 30).double()}, RuntimeError),
-    ],
-)
-def test_what_does_not_fit_is_refused(
-    change: dict[str, torch.Tensor], error: type[Exception]
-) -> None:
+def test_what_does_not_fit_is_refused() -> None:
+    """Rows, logits, and last a token outside the vocabulary."""
     state = state_of([SamplingParams(), SamplingParams()], 30)
-    fitting = {"logits": torch.zeros(2, 30), "rows": torch.arange(2)}
-    arguments = fitting | change
-    with pytest.raises(error):
-        fused_sampler.full(arguments["logits"], state, arguments["rows"], torch.arange(2) + 9)
-
-
-def test_a_token_outside_the_vocabulary_is_refused() -> None:
-    state = state_of([SamplingParams()], 30)
+    logits, rows = torch.zeros(2, 30), torch.arange(2)
+    for own, of, error in (
+        (logits, torch.tensor([0, 9]), IndexError),
+        (logits, torch.tensor([0]), RuntimeError),
+        (logits, torch.tensor([0.0, 1.0]), RuntimeError),
+        (torch.zeros(2, 31), rows, RuntimeError),
+        (logits.double(), rows, RuntimeError),
+    ):
+        with pytest.raises(error):
+            fused_sampler.full(own, state, of, rows + 9)
     state.integers[0, 40] = 30
     with pytest.raises(IndexError):
-        fused_sampler.full(torch.zeros(1, 30), state, torch.tensor([0]), torch.tensor([9]))
+        fused_sampler.full(logits, state, rows, rows + 9)
 
 
 def test_operators_are_described_to_compilers() -> None:

@@ -109,35 +109,3 @@ def fused_most_likely(logits_BV: Tensor) -> tuple[Tensor, Tensor]:
     """
     ids_B, probability_B = torch.ops.stepgraph.most_likely.default(logits_BV)
     return ids_B, probability_B
-
-
-def fused_full(
-    logits_BV: Tensor,
-    reals: Tensor,
-    integers: Tensor,
-    token_counts_RV: Tensor,
-    rows_B: Tensor,
-    positions_B: Tensor,
-    num_top: int,
-    masks: LaneMasks | None = None,
-    inputs_B: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return tokens or `NON_FINITE`, log-probabilities, the `num_top` highest ones, their tokens.
-
-    `reals`, `integers` and `token_counts_RV` belong to a `SamplingState`; the counts are updated
-    in place. With `inputs_B`, the tokens that the lanes of a verify step follow, lanes of a row are
-    drawn as `sample_drafted` does. With `masks`, samples as after `mask_logits`. Runs on CPU after
-    `load_cpu_ops`. Raises RuntimeError or IndexError for arguments that do not fit together.
-    """
-    tokens, logprob, top_logprobs, top_ids = torch.ops.stepgraph.sample_full.default(
-        logits_BV,
-        reals,
-        integers,
-        token_counts_RV,
-        rows_B,
-        positions_B,
-        inputs_B,
-        num_top,
-        *(masks or ()),
-    )
-    return tokens, logprob, top_logprobs, top_ids
