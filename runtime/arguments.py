@@ -174,8 +174,7 @@ class Allowed:
     ) -> Any:
         """Return a value; integers given for real numbers as floats, sequences as tuples.
 
-        Raises:
-            error: the value is not allowed. It names the field, or `what` the value is.
+        Raises `error`, which names the field, or `what` the value is.
         """
         if value is None and self.optional:
             return None
@@ -256,8 +255,7 @@ def from_mapping(
 def described_fields(configured: type) -> dict[str, str]:
     """Return the description of each field from the Attributes section of a class's docstring.
 
-    Raises:
-        ValueError: the section does not list each field once, in the order of the class.
+    Raises `ValueError` unless it lists each field once, in the order of the class.
     """
     _, _, rest = inspect.getdoc(configured).partition("\nAttributes:\n")  # type: ignore[union-attr]
     section = textwrap.dedent(re.split(r"^(?=\S)", rest, maxsplit=1, flags=re.MULTILINE)[0])

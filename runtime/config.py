@@ -78,11 +78,8 @@ class Speculation:
 
     @classmethod
     def of(cls, given: object) -> Speculation:
-        """Return the speculation of a method's name, or of a mapping of fields.
-
-        Raises:
-            ConfigError: `given` is neither, or has an unknown or invalid field.
-        """
+        """Return the speculation of a method's name or of a mapping of fields, or raise
+        `ConfigError`."""
         if isinstance(given, Speculation):
             return given
         if isinstance(given, str):

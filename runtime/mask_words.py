@@ -48,10 +48,6 @@ class MaskWords:
                 found = True
         return found
 
-    def any(self) -> bool:
-        """Whether a bit is set."""
-        return bool(self.array.any())
-
 
 _BITS: Final[tuple[int, ...]] = tuple(
     np.array([1 << i for i in range(MASK_BITS)], dtype=np.uint32).view(np.int32).tolist()

@@ -225,11 +225,7 @@ class SamplingParams:
         )
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Checks the token ids named by this request against the model's vocabulary.
-
-        Raises:
-            RequestError: a field of token ids has one that is not in it.
-        """
+        """Raise `RequestError` for a token id that is not in the model's vocabulary."""
         for field, token_ids in (
             ("logit_bias", self.logit_bias),
             ("stop_token_ids", self.stop_token_ids),

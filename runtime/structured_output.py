@@ -91,11 +91,7 @@ class StructuredOutput:
 
     @classmethod
     def of(cls, value: object) -> StructuredOutput:
-        """Return a value of `SamplingParams.structured`, which may be a mapping of the fields.
-
-        Raises:
-            RequestError: the value is not a valid `StructuredOutput`.
-        """
+        """Return a value of `SamplingParams.structured`, which may be a mapping of the fields."""
         if isinstance(value, StructuredOutput):
             return value
         allowed = "a StructuredOutput, or a mapping with one of its fields"

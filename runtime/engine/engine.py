@@ -239,9 +239,8 @@ class Engine:
         others cannot guess: otherwise the time to first token reveals whether another tenant sent
         the same prefix.
 
-        Raises:
-            RequestError: the request is invalid, its id is in use until its last output has been
-                returned, or it can never be served. It was not queued.
+        Raises `RequestError` if the request is invalid or can never be served, or its id is in use
+        until its last output has been returned. It was not queued.
         """
         loop = self._usable_loop()
         if request_id is None:
@@ -270,11 +269,7 @@ class Engine:
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> RequestGroup:
-        """Check and tokenise a prompt, for a later `queue`. Any thread may call it at any time.
-
-        Raises:
-            RequestError: as `add_request`.
-        """
+        """Check and tokenise a prompt, for a later `queue`. Any thread may call it at any time."""
         self._usable_loop()
         check_type("request_id", request_id, str, "a string")
         return self._builder.accept(request_id, prompt, params, priority, cache_salt)
@@ -285,11 +280,7 @@ class Engine:
         return self._builder.has_compiled(structured)
 
     def queue(self, group: RequestGroup) -> None:
-        """Queue a prepared request, once.
-
-        Raises:
-            RequestError: its id is in use, or it is none that `prepare` returned.
-        """
+        """Queue a prepared request, once. Raises `RequestError` if its id is in use."""
         check_type("group", group, RequestGroup, "a request that `prepare` returned")
         self._usable_loop().post_add(group)
 
@@ -300,9 +291,6 @@ class Engine:
         the loop. If the current step ends the request, that step's reason counts.
 
         Returns False, and does nothing, if no unfinished request has this id.
-
-        Raises:
-            RequestError: the id is not a string, or the reason is unknown.
         """
         check_type("request_id", request_id, str, "a string")
         check_choice("reason", reason, get_args(AbortReason))
@@ -340,11 +328,8 @@ class Engine:
         """Run one step, and return the outputs that changed since the last call.
 
         If another thread is in `step` or `generate`, the calls alternate, and all requests share
-        the steps.
-
-        Raises:
-            EngineFailedError: the step failed. All unfinished requests are lost, and the engine
-                cannot be used any more.
+        the steps. After `EngineFailedError` all unfinished requests are lost, and the engine cannot
+        be used any more.
         """
         return self._run("step", StepLoop.step)
 
@@ -368,9 +353,7 @@ class Engine:
         `KeyboardInterrupt` ends the call and aborts its requests; the next `step` returns their
         outputs.
 
-        Raises:
-            RequestError: the only prompt cannot be served; `params` has another length than
-                `prompts`; or `prompts` is not a sequence.
+        Raises `RequestError` if the only prompt cannot be served, or arguments are not as above.
         """
         self._usable_loop()
         batch = cast("list[Prompt]", plain_batch(prompts, (str, PromptEmbeds, ChatPrompt)))
@@ -472,9 +455,7 @@ class Engine:
             chat_template: the name of one of the checkpoint's templates.
             template_kwargs: additional variables for the template.
 
-        Raises:
-            RequestError: as `generate`; a conversation that cannot be rendered counts as a prompt
-                that cannot be served.
+        A conversation that cannot be rendered counts as a prompt that cannot be served.
         """
         check_type("continue_final_message", continue_final_message, bool | str, "a bool or a str")
         check_type("template_kwargs", template_kwargs, Mapping | None, "a mapping or None")
@@ -498,10 +479,8 @@ class Engine:
         the sampled token of a decode step: row i of the result has the logits after token
         `prompt_len - 1 + i`. The steps are the same as for requests.
 
-        Raises:
-            RequestError: as `add_request`; `prompt_len` is not from 1 to `len(token_ids)`; or
-                other requests are unfinished.
-            NonFiniteLogitsError: a row of logits holds NaN or +inf, or nothing but -inf.
+        Raises `RequestError` also while other requests are unfinished, and `NonFiniteLogitsError`
+        for a row of logits with NaN or +inf, or nothing but -inf.
         """
         self._usable_loop()
         token_ids = self._builder.check_token_ids(token_ids)
@@ -634,8 +613,7 @@ class Engine:
     ) -> T:
         """Run an operation on the loop while no other call does; return its result.
 
-        Raises:
-            EngineBusyError: a callback called `name` within a call that runs the loop.
+        Raises `EngineBusyError` if a callback called `name` within a call that runs the loop.
         """
         # Checked before the lock too: in a fork its holder never ends.
         loop = self._usable_loop() if closing is None else closing

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import asdict
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -82,13 +83,9 @@ class EngineCounters(NamedTuple):
 
     def plus(self, other: EngineCounters) -> EngineCounters:
         """Return the sums of the counters of two engines."""
-        sums = {
-            name: value + getattr(other, name)
-            for name, value in self._asdict().items()
-            if name != "accepted_by_position"
-        }
         positions = zip_longest(self.accepted_by_position, other.accepted_by_position, fillvalue=0)
-        return EngineCounters(**sums, accepted_by_position=tuple(map(sum, positions)))
+        total = EngineCounters._make(map(operator.add, self, other))
+        return total._replace(accepted_by_position=tuple(map(sum, positions)))
 
 
 def engine_stats(parts: EngineParts, loop: StepLoop, *, healthy: bool) -> dict[str, Any]:

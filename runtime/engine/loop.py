@@ -291,8 +291,7 @@ class StepLoop:
     def post_add(self, group: RequestGroup) -> None:
         """Queue the requests of a group in the next step. Any thread may call it at any time.
 
-        Raises:
-            RequestError: the id of the group is in use.
+        Raises `RequestError` if the id of the group is in use.
         """
         try:
             if self.requests.groups.setdefault(group.id, group) is not group:

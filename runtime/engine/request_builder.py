@@ -94,8 +94,7 @@ class RequestBuilder:
     def make_grammars(self) -> GrammarCompiler | None:
         """Return the compiler of grammars; None without a tokenizer. The first call makes it.
 
-        Raises:
-            RequestError: llguidance is not installed.
+        Raises `RequestError` if llguidance is not installed.
         """
         with self._grammars_lock:
             if self._grammars is None and self._tokenizer is not None:

@@ -192,7 +192,7 @@ class GrammarCompiler:
                 )
             with self._lock:
                 if result.exception() or 4 * result.result()[1] > MAX_CACHED_SECONDS:
-                    del self._compiled[key]
+                    self._compiled.pop(key, None)  # another thread may have dropped it
                 kept = {
                     name: future.result()[1]
                     for name, future in self._compiled.items()

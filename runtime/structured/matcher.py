@@ -82,7 +82,7 @@ class TokenLists:
     def leaves_any(self, mask: MaskWords) -> bool:
         """Whether a token of the vocabulary is left in a mask."""
         mask.array[-1] &= self._last_bits
-        return mask.any()
+        return bool(mask.array.any())
 
 
 class ListMatcher:
@@ -115,19 +115,17 @@ class ListMatcher:
             if not self._lists.leaves_any(mask):
                 if number:
                     return None, number - 1
-                return self._error(request), 0
+                error = StructuredOutputError(
+                    f"request {request.id}: after {request.num_output} output tokens nothing is"
+                    " left that allowed_token_ids, bad_words and its grammar all allow. Allow more"
+                    " tokens"
+                )
+                return error, 0
         return None, kept
 
     def drafts(self, request: Request, guess: Sequence[int]) -> tuple[Sequence[int], int]:
         """See `OutputMatcher.drafts`; what the lists forbid is rejected by the masks."""
         return (guess, 0) if self._grammar is None else self._grammar.drafts(request, guess)
-
-    @staticmethod
-    def _error(request: Request) -> StructuredOutputError:
-        return StructuredOutputError(
-            f"request {request.id}: after {request.num_output} output tokens nothing is left that"
-            " allowed_token_ids, bad_words and its grammar all allow. Allow more tokens"
-        )
 
 
 def _last(request: Request, drafts: Sequence[int], count: int) -> Sequence[int]:
@@ -289,7 +287,7 @@ class TokenMatcher:
         forbidden = () if ends and not params.ignore_eos else self._eos_token_ids
         if num_output < params.min_tokens:  # the sampler forbids these too
             forbidden = (*forbidden, *request.stop_token_ids)
-        if (not mask.forbid(forbidden) and self._wide is None) or mask.any():
+        if (not mask.forbid(forbidden) and self._wide is None) or mask.array.any():
             return None
         if ends:
             return "complete"
