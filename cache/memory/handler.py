@@ -174,9 +174,10 @@ def format_bytes(size: int) -> str:
 # All numbers are known before weights are loaded. They are non-decreasing in blocks and batch
 # tokens, so that a plan can be found by bisection.
 
-BufferBytes = Callable[[int, int], int]
+BufferBytes = Callable[[int, int], tuple[int, int]]
 
-"""(prompt tokens of the largest step, blocks of the longest row) -> bytes; non-decreasing."""
+"""(prompt tokens of the largest step, blocks of the longest row) -> bytes on the device and of
+their mirrors on the host; non-decreasing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,8 +200,7 @@ class ModelFootprint:
             the step and position read; 0 for kernels that need none.
         logits_bytes_fixed: memory of sampling that does not depend on the rows.
         logits_bytes_per_row: logits of one row, with the copies that sampling makes.
-        static_bytes: static buffers.
-        host_buffer_bytes: their host mirrors, and host copies of outputs; 0 on a CPU.
+        buffer_bytes: static buffers; and their host mirrors and host copies of outputs, 0 on a CPU.
         graph_bytes: memory of captured steps, without their buffers.
         host_blocks: blocks of the host cache.
         host_shared: whether host and device share their memory, so that a budget covers both.
@@ -219,8 +219,7 @@ class ModelFootprint:
     mask_bytes_per_token_position: int = 0
     logits_bytes_fixed: int = 0
     logits_bytes_per_row: int = 0
-    static_bytes: BufferBytes = lambda _tokens, _blocks: 0
-    host_buffer_bytes: BufferBytes = lambda _tokens, _blocks: 0
+    buffer_bytes: BufferBytes = lambda _tokens, _blocks: (0, 0)
     graph_bytes: int = 0
     host_blocks: int = 0
     host_shared: bool = True
@@ -289,16 +288,17 @@ class ModelFootprint:
         prefill += self.read_bytes_per_position * positions
         decode = self.activation_bytes_per_token + self.read_bytes_per_position * positions
         most_tokens = max(prefill_tokens, self.max_num_seqs)
+        static_buffers, host_buffers = self.buffer_bytes(prefill_tokens, row_blocks)
         return {
             "weights": self.weight_bytes,
             "cache": self.block_bytes * num_blocks,
-            "static_buffers": self.static_bytes(prefill_tokens, row_blocks),
+            "static_buffers": static_buffers,
             "activations": self.activation_bytes_fixed + max(prefill, decode * self.max_num_seqs),
             "logits": self.logits_bytes_fixed + self.logits_bytes_per_row * self.max_num_seqs,
             "attention_masks": self.mask_bytes_per_token_position * most_tokens * positions,
             "captured_graphs": self.graph_bytes,
             "host_cache": self.block_bytes * self.host_blocks,
-            "host_buffers": self.host_buffer_bytes(prefill_tokens, row_blocks),
+            "host_buffers": host_buffers,
         }
 
     def total(self, num_blocks: int, max_batch_tokens: int) -> int:

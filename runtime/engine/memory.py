@@ -21,7 +21,7 @@ import torch
 
 from ...cache.arena import Arena
 from ...cache.memory.device_memory import resident_bytes
-from ...cache.memory.handler import BufferBytes, ModelFootprint
+from ...cache.memory.handler import ModelFootprint
 from ...cache.spec import LayerGroup
 from ...graphs.buffers import allocated_bytes
 from ..errors import ConfigError
@@ -101,14 +101,11 @@ def model_footprint(
         ConfigError: `host_cache_bytes` is less than a block and not 0.
     """
 
-    def fitted(nbytes: Callable[[DecoderConfig, ResolvedConfig, int], int]) -> BufferBytes:
-        return lambda prefill_tokens, row_blocks: nbytes(
-            model,
-            config.fit_to_cache(
-                max_model_len=row_blocks * config.block_size, max_batch_tokens=prefill_tokens
-            ),
-            len(groups),
+    def buffer_bytes(prefill_tokens: int, row_blocks: int) -> tuple[int, int]:
+        fitted = config.fit_to_cache(
+            max_model_len=row_blocks * config.block_size, max_batch_tokens=prefill_tokens
         )
+        return _buffer_bytes(model, fitted, len(groups))
 
     block_bytes = Arena(groups, 1, config.block_size, config.dtype, _META, config.storage).nbytes
     if drafter is not None:
@@ -153,11 +150,10 @@ def model_footprint(
         + _scoring_bytes(model, plan, config)
         + verified * logits_per_lane,
         logits_bytes_per_row=logits_per_lane,
-        static_bytes=fitted(_static_bytes),
+        buffer_bytes=buffer_bytes,
         graph_bytes=sum(1 + key.drafts for key in steps) * GRAPH_BYTES_PER_STEP
         if config.mode == "graph"
         else 0,
-        host_buffer_bytes=fitted(_host_bytes),
         host_blocks=config.host_cache_bytes // block_bytes,
         host_shared=host_shared,
     )
@@ -258,32 +254,20 @@ def _scoring_bytes(model: DecoderConfig, plan: ModelPlan, config: ResolvedConfig
     return max(0, scoring - config.max_num_seqs * sampling)
 
 
-def _static_bytes(model: DecoderConfig, config: ResolvedConfig, num_groups: int) -> int:
-    """Bytes of row state, inputs and buffers for scoring."""
+def _buffer_bytes(model: DecoderConfig, config: ResolvedConfig, num_groups: int) -> tuple[int, int]:
+    """Bytes of the runner on the device: row state, inputs and buffers for scoring; and on the
+    host: mirrors of inputs and masks, and copies of outputs. A CPU has none of these."""
     state = RowState.of(config, model, num_groups, _META)
     hidden, scores = PromptScorer.allocate(config.prefill_chunk, model, config.dtype, _META)
     assert scores.packed is not None
-    scored = hidden.nbytes + scores.packed.nbytes
-    return state.nbytes + _input_bytes(model, config, num_groups) + scored
-
-
-def _host_bytes(model: DecoderConfig, config: ResolvedConfig, num_groups: int) -> int:
-    """Bytes of the runner on the host: mirrors of the inputs and masks, and copies of outputs.
-
-    0 on a CPU, which has none of these.
-    """
-    if config.device.type == "cpu":
-        return 0
-    outputs = OUTPUT_SETS * sum(HostOutputs.sizes(config, model.vocab_size).values())
-    masks = RowState.of(config, model, num_groups, _META).masks
-    masks_bytes = 0 if masks is None else masks.bits.nbytes
-    return _input_bytes(model, config, num_groups) + outputs + masks_bytes
-
-
-def _input_bytes(model: DecoderConfig, config: ResolvedConfig, num_groups: int) -> int:
-    """Bytes of the input buffers of the runner, alignment included."""
     layouts = input_layouts(config, num_groups, model.hidden_size)
-    return sum(allocated_bytes(specs, config.device) for specs in layouts.values())
+    inputs = sum(allocated_bytes(specs, config.device) for specs in layouts.values())
+    device = state.nbytes + inputs + hidden.nbytes + scores.packed.nbytes
+    if config.device.type == "cpu":
+        return device, 0
+    outputs = OUTPUT_SETS * sum(HostOutputs.sizes(config, model.vocab_size).values())
+    masks = 0 if state.masks is None else state.masks.bits.nbytes
+    return device, inputs + outputs + masks
 
 
 @dataclass(frozen=True, slots=True)

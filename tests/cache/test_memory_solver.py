@@ -31,8 +31,8 @@ def footprints(draw: st.DrawFn) -> ModelFootprint:
     windows = draw(st.lists(st.none() | st.integers(1, 1 << 13), min_size=1, max_size=6))
     aligned, per_block = draw(st.sampled_from([1, 64, 256])), draw(sizes(1 << 12))
 
-    def buffers(tokens: int, row_blocks: int) -> int:
-        return -(-8 * tokens // aligned) * aligned + per_block * row_blocks
+    def buffers(tokens: int, row_blocks: int) -> tuple[int, int]:
+        return -(-8 * tokens // aligned) * aligned + per_block * row_blocks, 9 * row_blocks
 
     return ModelFootprint(
         weight_bytes=draw(sizes(1 << 40)),
@@ -48,8 +48,7 @@ def footprints(draw: st.DrawFn) -> ModelFootprint:
         mask_bytes_per_token_position=draw(st.sampled_from([0, 1, 13, 400])),
         logits_bytes_fixed=draw(sizes(1 << 20)),
         logits_bytes_per_row=draw(sizes(1 << 20)),
-        static_bytes=buffers,
-        host_buffer_bytes=buffers,
+        buffer_bytes=buffers,
         graph_bytes=draw(sizes(1 << 32)),
         host_blocks=draw(st.just(0) | sizes(1 << 10)),
         host_shared=draw(st.booleans()),
@@ -70,8 +69,8 @@ def written_out(f: ModelFootprint, blocks: int, tokens: int, reserve: int) -> in
     of_prefill = chunk * f.activation_bytes_per_token + positions * f.read_bytes_per_position
     of_decode = f.max_num_seqs * f.activation_bytes_per_token
     of_decode += f.max_num_seqs * positions * f.read_bytes_per_position
-    buffers = f.static_bytes(chunk, row_blocks)
-    on_host = f.host_blocks * f.block_bytes + buffers
+    buffers, mirrors = f.buffer_bytes(chunk, row_blocks)
+    on_host = f.host_blocks * f.block_bytes + mirrors
     return (
         f.weight_bytes
         + f.block_bytes * blocks
@@ -252,7 +251,7 @@ def test_budget_above_what_the_device_has(budget: MemoryBudget) -> None:
 @pytest.mark.parametrize("shared", [True, False])
 def test_host_terms_count_where_the_memory_is_one(shared: bool) -> None:
     footprint = dataclasses.replace(
-        hybrid(), host_blocks=1000, host_buffer_bytes=lambda *_: 5000, host_shared=shared
+        hybrid(), host_blocks=1000, buffer_bytes=lambda *_: (0, 5000), host_shared=shared
     )
     budget = MemoryBudget(bytes=1 << 30)
     plan = plan_memory(footprint, budget, available_bytes=1 << 31, max_batch_tokens=64)
