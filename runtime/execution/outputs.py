@@ -157,7 +157,6 @@ class HostOutputs:
         The logits are not copied.
         """
         details, drafts, index = output.details, output.drafts, number % OUTPUT_SETS
-        phase = "decode" if phase == "sample" else phase  # on a rank above 0
         shapes = output.tokens.shape, None if drafts is None else drafts.token_ids.shape
         key = index, phase, shapes, details is None, output.accepted is None
         views = self._views.get(key)

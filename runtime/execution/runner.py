@@ -143,7 +143,7 @@ class BlockCopies:
         drafter: DrafterCache | None,
         send: Callable[..., None],
     ) -> None:
-        """Copy blocks of these arenas; see `Runner`. `send`: to the other ranks."""
+        """Copy blocks of these arenas; see `Runner`. `send`: to the other ranks, on rank 0."""
         self._arenas = [(arena, host)]
         if drafter is not None:
             self._arenas.append((drafter.arena, drafter.host))
@@ -434,7 +434,9 @@ class Runner:
         self._arena = arena
         self.host_arena = host
         self.drafter = drafter
-        self.blocks = BlockCopies(arena, host, drafter, self.send)
+        # Not a method of the runner, which would be in a cycle and outlive its engine.
+        send = (lambda *_: None) if group is None else group.send
+        self.blocks = BlockCopies(arena, host, drafter, send)
         self._addresses = self.addresses()
         self.sizes = StepSizes.choose(config, model.kernels)
         make_functions = partial(
