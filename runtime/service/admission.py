@@ -133,8 +133,7 @@ class AdmissionQueue:
 
     def check_integrity(self) -> None:
         """Assert that no queue is empty, and that all waiting tenants have a counter."""
-        assert all(self._levels.values())
-        assert all(all(tenants.values()) for tenants in self._levels.values())
+        assert all(tenants and all(tenants.values()) for tenants in self._levels.values())
         waiting = self._waiting()
         assert waiting <= self._served.keys()
         assert len(self._served) - len(waiting) <= MAX_IDLE_TENANTS
@@ -174,12 +173,9 @@ class _Mean:
 class QueueLimits:
     """Counts waiting requests, those being prepared included. For any thread."""
 
-    def __init__(
-        self, max_requests: int, max_tokens: int, retry_after: Callable[[], float]
-    ) -> None:
+    def __init__(self, config: ServiceConfig, retry_after: Callable[[], float]) -> None:
         """Start at zero; `retry_after` predicts the seconds until a request leaves."""
-        self._max_requests = max_requests
-        self._max_tokens = max_tokens
+        self._max_requests, self._max_tokens = config.max_queued_requests, config.max_queued_tokens
         self._retry_after = retry_after
         self._lock = threading.Lock()
         self._tokens: dict[RequestHandle, int] = {}  # of the waiting requests
@@ -225,17 +221,12 @@ class Dispatcher:
 
     def __init__(self, config: ServiceConfig) -> None:
         """Start without requests."""
-        self.limits = QueueLimits(
-            config.max_queued_requests, config.max_queued_tokens, self._retry_after
-        )
+        self.limits = QueueLimits(config, self._retry_after)
         self._prefill_seconds = _Mean()  # of a prompt token
         self._row_seconds = _Mean()  # that a request holds a row, times its rows
         self._prefilled_ns = 0  # when prefill was measured last
-        self.handles: dict[str, RequestHandle] = {}
-        """The requests that have not ended, by id."""
-        self.next_deadline_ns: int | None = None
-        """No request that is watched has an earlier deadline, on the clock of
-        `time.perf_counter_ns`."""
+        self.handles: dict[str, RequestHandle] = {}  # those that have not ended, by id
+        self.next_deadline_ns: int | None = None  # no watched request has an earlier one
         self.on_ended: Callable[[RequestHandle], None] = lambda handle: None
         """Called for each request that has ended. It must not raise or wait."""
         self._ending: RequestHandle | None = None  # the one that `_end` is ending
