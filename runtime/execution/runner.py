@@ -5,6 +5,7 @@ Only `read` waits for a step. Writing inputs waits until the previous copy of in
 
 from __future__ import annotations
 
+import pickle
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -471,6 +472,8 @@ class Runner:
             ragged=self.functions.ragged,
         )
         self._launched: tuple[LaunchedStep, RankPlan] | None = None
+        self._sent: RankPlan | None = None
+        self._packed = b""
 
     @property
     def nbytes(self) -> int:
@@ -579,8 +582,22 @@ class Runner:
         )
         if self.group is not None:
             blind = [part._replace(requests=(None,) * len(part.requests)) for part in parts]
-            self.group.send("execute", number, work._replace(parts=blind))
+            sent = work._replace(parts=blind)
+            # Packed once while rows only decode: nothing in such a plan is changed in place.
+            changes = work.joined or work.chunks or work.table_updates
+            if changes or work.drafts or work.draft_stops or sent != self._sent:
+                self._packed, self._sent = pickle.dumps(sent), None
+                if not (changes or work.drafts or work.draft_stops):
+                    self._sent = sent
+            self.group.send("execute_packed", number, self._packed)
         return self.execute(number, work, plan)
+
+    def execute_packed(self, number: int, packed: bytes) -> LaunchedStep:
+        """Run the plan that rank 0 has packed, on another rank."""
+        if packed != self._packed or self._sent is None:
+            self._packed, self._sent = packed, pickle.loads(packed)
+        assert self._sent is not None
+        return self.execute(number, self._sent)
 
     def execute(self, number: int, work: RankPlan, plan: StepPlan | None = None) -> LaunchedStep:
         """Run the plan of a launch on this rank; see `launch`. Only rank 0 has the whole plan."""
@@ -823,7 +840,7 @@ def follow(runner: Runner, reload: Callable[[str], None]) -> None:
             )
         if name == "close":
             return
-        if name == "execute":
-            launched.append(runner.execute(*arguments))
+        if name == "execute_packed":
+            launched.append(runner.execute_packed(*arguments))
         else:
             (methods.get(name) or getattr(runner, name))(*arguments)
