@@ -389,6 +389,8 @@ def _check_counts(schema: dict[str, Any], is_closed: bool) -> None:
     """Leave out counts that no output reaches; refuse those that llguidance gets wrong."""
     for keyword in _LEAST + _MOST:
         count = schema.get(keyword)
+        if isinstance(count, float) and count.is_integer():
+            schema[keyword] = count = int(count)  # llguidance takes integers only
         if _is_number(count) and count > MAX_COUNT:
             if keyword in _LEAST:
                 raise ValueError(f"{keyword} is {_shown(count)}; allowed are up to {MAX_COUNT}")
