@@ -241,8 +241,8 @@ def test_masks_of_greedy_and_drawn_tokens(vocab_size: int, dtype: torch.dtype) -
             tokens = triton_sampler.greedy(logits, masks, feed)
         else:
             state = state_of(params[::-1], vocab_size, DEVICE)
-            lanes = logits, state, rows, feed.positions
-            tokens = triton_sampler.full(*lanes, masks, None, feed).tokens
+            sampled = logits, state, rows, feed.positions
+            tokens = triton_sampler.full(*sampled, masks, None, feed).tokens
         assert torch.equal(tokens, expected)
         assert torch.equal(newest[rows], expected.clamp(min=0))
         assert newest_positions.tolist() == [*[FIRST] * (lanes - 1), 0]  # of the null row
