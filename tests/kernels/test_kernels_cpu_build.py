@@ -150,11 +150,7 @@ def own_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def add(folder: Path, *features: str, code: bytes = CODE, source: str = SOURCE) -> Path:
     os.umask(0o002)  # files of others are writable to the group, a library's are not
     with tempfile.TemporaryDirectory(dir=folder) as name:
-        scratch = Path(name)
-        compiled = scratch / "compiled"
-        compiled.write_bytes(code)
-        manifest = cpu.Manifest(source, features, features, 0, "")
-        return cpu._add_library(scratch, compiled, manifest, folder).path
+        return cpu._add_library(Path(name), code, source, features, folder)
 
 
 def found(folder: Path, *features: str) -> list[Path]:

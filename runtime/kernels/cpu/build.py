@@ -3,8 +3,8 @@
 A library is looked for in the folder that `STEPGRAPH_KERNEL_DIR` names (see `build_kernels`), then
 in the user's cache; only a missing one is compiled. Finding one takes no compiler: it is known by
 the digest of sources, flags and torch's version. A library is a folder with the code and a manifest
-that names the instruction sets it uses and the digest of the code. The folder is renamed into place
-when both are on the disk.
+that names the instruction sets it needs and the digest of the code. The folder is renamed into
+place when both are on the disk.
 
 Loading a library runs its code, so nothing is loaded that another user could have written.
 """
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import dataclasses
 import fcntl
 import functools
 import hashlib
@@ -27,10 +26,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -41,8 +41,6 @@ from .features import cpu_features, features_of_macros
 __all__ = [
     "KERNEL_DIR",
     "KernelLibrary",
-    "Manifest",
-    "StoredLibrary",
     "build_cpu_ops",
     "build_kernels",
     "cache_directory",
@@ -69,26 +67,19 @@ _QUIET = "STEPGRAPH_QUIET"
 
 
 @dataclass(frozen=True, slots=True)
-class Manifest:
-    """What a library was made from and what it needs."""
-
-    source: str
-    """Digest of sources, flags and torch's version."""
-    features: tuple[str, ...]
-    """Instruction sets that the code uses (`cpu_features`)."""
-    built_for: tuple[str, ...]
-    """Instruction sets of the CPU that the compiler optimised for."""
-    size: int
-    """Bytes of the code."""
-    sha256: str
-
-
-@dataclass(frozen=True, slots=True)
-class StoredLibrary:
-    """A library that was checked and may be loaded."""
+class KernelLibrary:
+    """A library that may be loaded, or that this process has loaded."""
 
     path: Path
-    manifest: Manifest
+    built: bool = False
+    """By this process; otherwise it was found."""
+    features: frozenset[str] = field(default=frozenset(), compare=False)
+    """Instruction sets (`cpu_features`) of the CPUs that can run it."""
+
+    @property
+    def is_native(self) -> bool:
+        """Whether the compiler optimised for a CPU like this one."""
+        return self.features == cpu_features()
 
 
 def cache_directory() -> Path:
@@ -122,11 +113,11 @@ def _default_of_torch(directory: str) -> bool:
 
 def find_libraries(
     folder: Path, source: str, features: Collection[str]
-) -> tuple[list[StoredLibrary], list[str]]:
+) -> tuple[list[KernelLibrary], list[str]]:
     """Return the libraries in `folder` that may be loaded here, those that use most features first.
 
     Args:
-        folder: what `add_library` wrote to.
+        folder: what `build_kernels` wrote to.
         source: what they must have been made from.
         features: of this CPU.
 
@@ -142,20 +133,26 @@ def find_libraries(
         return [], [f"{folder} cannot be listed: {error.strerror}"]
     for path in paths:
         try:
-            manifest = _checked_manifest(path, source)
+            library = _checked(path, source)
         except ValueError as error:
             refused.append(f"{path} is damaged or foreign: {str(error)[:200]}")
             continue
-        if missing := set(manifest.features) - set(features):
+        if missing := library.features - set(features):
             refused.append(f"{path} needs a CPU with {', '.join(sorted(missing))}")
         else:
-            found.append(StoredLibrary(path / _CODE, manifest))
-    found.sort(key=lambda library: len(library.manifest.features), reverse=True)
+            found.append(library)
+    found.sort(key=lambda library: len(library.features), reverse=True)
     return found, refused
 
 
-def _checked_manifest(path: Path, source: str) -> Manifest:
-    """Read the manifest of a library and compare it with the code.
+def _manifest(code: bytes, source: str, features: Collection[str]) -> dict[str, Any]:
+    """Describe a library: its code, what it was made from, and the instruction sets it needs."""
+    digest = hashlib.sha256(code).hexdigest()
+    return {"source": source, "features": sorted(features), "size": len(code), "sha256": digest}
+
+
+def _checked(path: Path, source: str) -> KernelLibrary:
+    """Return the library in a folder, after comparing the code with its manifest.
 
     Raises ValueError for whatever makes the library one that must not be loaded.
     """
@@ -168,17 +165,13 @@ def _checked_manifest(path: Path, source: str) -> Manifest:
                 raise ValueError(f"{part.name} {reason}")
         with (path / _MANIFEST).open("rb") as file:
             document = json.loads(file.read(_MOST_MANIFEST_BYTES))
-        for field in ("features", "built_for"):
-            document[field] = tuple(map(str, document[field]))
-        manifest = Manifest(**document)
         code = (path / _CODE).read_bytes()
+        expected = _manifest(code, source, list(map(str, document["features"])))
     except (OSError, LookupError, TypeError, RecursionError) as error:
         raise ValueError(f"{_MANIFEST} cannot be read ({type(error).__name__}: {error})") from error
-    if manifest.source != source:
-        raise ValueError("it was made from other sources")
-    if (len(code), hashlib.sha256(code).hexdigest()) != (manifest.size, manifest.sha256):
-        raise ValueError(f"{_CODE} is not what its manifest says ({len(code)} bytes)")
-    return manifest
+    if document != expected:
+        raise ValueError(f"{_MANIFEST} is not of these sources and this code ({len(code)} bytes)")
+    return KernelLibrary(path / _CODE, features=frozenset(expected["features"]))
 
 
 def _untrusted(folder: Path) -> str | None:
@@ -211,10 +204,17 @@ def _folder_for_builds() -> Path:
 
     Raises KernelBuildError where neither can be written to.
     """
-    folder = _users_cache()
-    obstacle = "the user has no home directory" if folder is None else _made(folder)
-    if folder is not None and obstacle is None:
-        return folder
+    folder, obstacle = _users_cache(), "the user has no home directory"
+    if folder is not None:
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                obstacle = _untrusted(folder) or ""
+        except OSError as error:
+            obstacle = f"{folder} cannot be written to: {error.strerror}"
+        if not obstacle:
+            return folder
     temporary = _temporary_folder()
     warn(
         f"{obstacle}. The compiled kernels of this process are kept in {temporary}, and the next"
@@ -222,17 +222,6 @@ def _folder_for_builds() -> Path:
         f" {KERNEL_DIR} to a built library"
     )
     return temporary
-
-
-def _made(folder: Path) -> str | None:
-    """Make a private folder; return why libraries cannot be kept in it, None where they can."""
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        folder.mkdir(mode=0o700, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return _untrusted(folder)
-    except OSError as error:
-        return f"{folder} cannot be written to: {error.strerror}"
 
 
 @functools.cache
@@ -256,24 +245,26 @@ def _temporary_folder() -> Path:
     return folder
 
 
-def _add_library(scratch: Path, code: Path, manifest: Manifest, folder: Path) -> StoredLibrary:
+def _add_library(
+    scratch: Path, code: bytes, source: str, features: Collection[str], folder: Path
+) -> Path:
     """Move a library into `folder`, whole or not at all; a damaged one of that name is replaced.
 
     Args:
         scratch: a folder on the same file system.
-        code: the shared library, anywhere.
-        manifest: its description; size and digest are taken from the code.
+        code: the shared library.
+        source: what it was made from.
+        features: instruction sets of the CPUs that can run it.
         folder: where it goes.
+
+    Returns the path of the code.
     """
-    content = code.read_bytes()
-    digest = hashlib.sha256(content).hexdigest()
-    manifest = dataclasses.replace(manifest, size=len(content), sha256=digest)
-    built = hashlib.sha256("\0".join((*manifest.features, "", *manifest.built_for)).encode())
-    final = folder / f"cpu_ops-{manifest.source[:24]}-{built.hexdigest()[:12]}"
+    needed = hashlib.sha256("\0".join(sorted(features)).encode()).hexdigest()
+    final = folder / f"cpu_ops-{source[:24]}-{needed[:12]}"
     whole = scratch / "whole"
     whole.mkdir()
-    text = json.dumps(dataclasses.asdict(manifest), indent=1).encode()
-    for name, data, mode in ((_CODE, content, 0o755), (_MANIFEST, text, 0o644)):
+    text = json.dumps(_manifest(code, source, features), indent=1).encode()
+    for name, data, mode in ((_CODE, code, 0o755), (_MANIFEST, text, 0o644)):
         with (whole / name).open("wb") as file:
             file.write(data)
             os.fchmod(file.fileno(), mode)  # whatever the umask is
@@ -284,19 +275,10 @@ def _add_library(scratch: Path, code: Path, manifest: Manifest, folder: Path) ->
         whole.rename(final)
     except OSError:  # the name exists: an equal one of another process, or a damaged one
         with contextlib.suppress(ValueError):
-            return StoredLibrary(final / _CODE, _checked_manifest(final, manifest.source))
+            return _checked(final, source).path
         final.rename(scratch / "damaged")
         whole.rename(final)
-    return StoredLibrary(final / _CODE, manifest)
-
-
-@dataclass(frozen=True, slots=True)
-class KernelLibrary:
-    """The kernels that this process runs."""
-
-    path: Path
-    built: bool
-    """By this process; otherwise it was found."""
+    return final / _CODE
 
 
 def _find_compiler() -> str:
@@ -349,28 +331,23 @@ def cpu_kernels_obstacle() -> str | None:
     )
 
 
-def _find() -> tuple[list[StoredLibrary], list[str]]:
-    """Return the libraries that may be loaded, best first, and why others may not."""
-    found: list[StoredLibrary] = []
-    refused: list[str] = []
-    source = _source_key()
-    if (given := _given_folder()) is not None:
-        found, refused = find_libraries(given, source, cpu_features())
+def _find() -> tuple[list[KernelLibrary], list[str]]:
+    """Return the libraries that may be loaded, in the order to try them, and why others may not.
+
+    With a compiler, one in the cache is only taken if it is for a CPU like this one.
+    """
+    source, found, refused = _source_key(), list[KernelLibrary](), list[str]()
+    if given := os.environ.get(KERNEL_DIR):
+        found, refused = find_libraries(Path(given), source, cpu_features())
         if not found and not refused:
-            refused.append(
-                f"{given} holds no library of this version for torch {torch.__version__}"
-            )
+            why = f"{given} holds no library of this version for torch {torch.__version__}"
+            refused.append(why)
     cache = cache_directory()
     if os.path.exists(cache):  # not Path.exists, which raises where it may not be searched
         usable, reasons = find_libraries(cache, source, cpu_features())
-        found += usable
+        found += [library for library in usable if library.is_native or not have_compiler()]
         refused += reasons
     return found, refused
-
-
-def _given_folder() -> Path | None:
-    given = os.environ.get(KERNEL_DIR)
-    return Path(given) if given else None
 
 
 def build_cpu_ops() -> Path:
@@ -381,20 +358,13 @@ def build_cpu_ops() -> Path:
     Raises KernelBuildError if there is no compiler, or if it fails.
     """
     folder = _folder_for_builds()
-    with _one_at_a_time(folder):
-        for library in find_libraries(folder, _source_key(), cpu_features())[0]:
-            if _is_native(library):
-                return library.path
-        return _build(folder)
-
-
-@contextlib.contextmanager
-def _one_at_a_time(folder: Path) -> Iterator[None]:
-    """Wait for the builds of other processes in a folder. A process that ends releases its lock."""
-    with contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:  # a process that ends releases its lock
         with contextlib.suppress(OSError):  # a file system without locks: each builds on its own
             fcntl.flock(stack.enter_context((folder / ".lock").open("a")), fcntl.LOCK_EX)
-        yield
+        for library in find_libraries(folder, _source_key(), cpu_features())[0]:
+            if library.is_native:
+                return library.path
+        return _build(folder)
 
 
 def build_kernels(out: Path | None = None, *, march: str = "native") -> Path:
@@ -424,11 +394,6 @@ def _source_key() -> str:
     return key.hexdigest()
 
 
-def _is_native(library: StoredLibrary) -> bool:
-    """Whether the compiler optimised for a CPU like this one."""
-    return set(library.manifest.built_for) == cpu_features()
-
-
 def _build(folder: Path, *, march: str = "native") -> Path:
     if not have_compiler():
         raise KernelBuildError(
@@ -438,15 +403,11 @@ def _build(folder: Path, *, march: str = "native") -> Path:
     compiler = _find_compiler()
     cpu_option = "-mcpu" if platform.machine() in ("aarch64", "arm64") else "-march"
     flags = [f"{cpu_option}={march}", *_FLAGS]
-    macros = _run([compiler, *flags, "-dM", "-E", "-x", "c++", os.devnull], "listing macros")
-    used = features_of_macros(macros)
     if march == "native":
-        # What the system does not list cannot be compared later.
-        built_for = cpu_features()
-        used = used & built_for or built_for
+        features = cpu_features()
     else:
-        built_for = used
-    manifest = Manifest(_source_key(), tuple(sorted(used)), tuple(sorted(built_for)), 0, "")
+        macros = [compiler, *flags, "-dM", "-E", "-x", "c++", os.devnull]
+        features = features_of_macros(_run(macros, "listing macros"))
     _announce(
         f"stepgraph: compiling the CPU kernels into {folder}, which takes some twenty seconds of "
         f"two cores; later starts find them ({_QUIET}=1 keeps this message away)"
@@ -454,38 +415,37 @@ def _build(folder: Path, *, march: str = "native") -> Path:
     began = time.perf_counter()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for path in folder.glob(f"{_SCRATCH}*"):
-            if time.time() - path.lstat().st_mtime > _SECONDS_OF_A_BUILD:
-                shutil.rmtree(path, ignore_errors=True)
+        for old in folder.glob(f"{_SCRATCH}*"):
+            if time.time() - old.lstat().st_mtime > _SECONDS_OF_A_BUILD:
+                shutil.rmtree(old, ignore_errors=True)
         with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=folder) as name:
             scratch = Path(name)
-            code = _compile(compiler, flags, scratch)
-            library = _add_library(scratch, code, manifest, folder)
+            code = _compile(compiler, flags, scratch).read_bytes()
+            path = _add_library(scratch, code, _source_key(), features, folder)
     except OSError as error:
         raise KernelBuildError(
             f"the CPU kernels cannot be written to {folder}: {error.strerror or error}"
         ) from error
     _announce(f"stepgraph: compiled the CPU kernels in {time.perf_counter() - began:.0f} s")
-    return library.path
+    return path
 
 
 def _compile(compiler: str, flags: Sequence[str], scratch: Path) -> Path:
     """Compile and link all units; return the library, which lies in `scratch`."""
     torch_root = Path(torch.__file__).parent
-    units = {path: f"{scratch}/{path.stem}.o" for path in sorted(_HERE.glob("*.cpp"))}
     compile_unit = [compiler, *flags, f"-I{torch_root}/include", "-c"]
+
+    def compiled(unit: Path) -> str:
+        output = f"{scratch}/{unit.stem}.o"
+        _run([*compile_unit, str(unit), "-o", output], "compiling the CPU kernels", scratch)
+        return output
+
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        what = "compiling the CPU kernels"
-        builds = [
-            pool.submit(_run, [*compile_unit, str(path), "-o", output], what, scratch)
-            for path, output in units.items()
-        ]
-        for build in as_completed(builds):
-            build.result()
+        objects = list(pool.map(compiled, sorted(_HERE.glob("*.cpp"))))
     linked = scratch / _CODE
     torch_libraries = [f"-L{torch_root}/lib", "-ltorch_cpu", "-lc10"]
-    command = [compiler, "-shared", "-pthread", *units.values(), "-o", str(linked)]
-    _run([*command, *torch_libraries], "linking the CPU kernels", scratch)
+    command = [compiler, "-shared", "-pthread", *objects, "-o", str(linked), *torch_libraries]
+    _run(command, "linking the CPU kernels", scratch)
     return linked
 
 
@@ -507,24 +467,21 @@ def load_cpu_ops() -> KernelLibrary:
     Raises KernelBuildError as `build_cpu_ops`, and if the library cannot be loaded.
     """
     found, refused = _find()
-    given = _given_folder()
-    from_given = [library for library in found if given and library.path.is_relative_to(given)]
-    chosen = from_given + [library for library in found if _is_native(library)]
-    if not chosen and not have_compiler():
-        chosen = found
-    for library in chosen:
+    given = os.environ.get(KERNEL_DIR)
+    for library in found:
         try:
             torch.ops.load_library(library.path)
+            break
         except OSError as error:
             refused.append(f"{library.path} does not load: {error}")
-            continue
-        if given and library not in from_given:
-            warn(f"{KERNEL_DIR} was passed over: {'; '.join(refused[:3])}")
-        return KernelLibrary(library.path, built=False)
-    if given:
+    else:
+        library = None
+    if given and not (library and library.path.is_relative_to(given)):
         warn(f"{KERNEL_DIR} was passed over: {'; '.join(refused[:3])}")
-    elif refused:
+    elif library is None and refused:
         logger.warning("no compiled CPU kernels are usable: %s", "; ".join(refused[:3]))
+    if library is not None:
+        return library
     path = build_cpu_ops()
     try:
         torch.ops.load_library(path)
