@@ -21,13 +21,14 @@ from ...graphs.buckets import Buckets
 from ..config import Speculation
 from ..request import DRAFT_ON_DEVICE, Request, RequestStatus
 from ..speculation.request_drafter import (
+    LOOKUP_RATES,
     MAX_CANDIDATES,
     MAX_INDEXED_TOKENS,
     NOTHING,
+    POSITION_RATES,
+    PROBABILITY_RATES,
     Acceptance,
-    DrafterAcceptance,
     Guess,
-    PositionAcceptance,
     RequestDrafter,
     RowDrafts,
     SharedOutputs,
@@ -534,8 +535,8 @@ class DrafterSpeculator(Speculator):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._credit = FIRST_DRAFTER_CREDIT
-        self._acceptance = DrafterAcceptance()
-        self._by_position = PositionAcceptance()
+        self._acceptance = Acceptance(PROBABILITY_RATES, 256.0)
+        self._by_position = Acceptance(POSITION_RATES, 256.0)
         self._paused, self._share = False, DRAFT_SHARE
         self._is_probe = False
         """Whether the drafter works after a pause, and has not gained yet."""
@@ -622,7 +623,7 @@ class DrafterSpeculator(Speculator):
         if request.num_pending:  # of the step in flight, which leaves them on the device
             acceptance = self._by_position if drafts is None else drafts.acceptance
             count = request.num_drafts
-            return Guess([DRAFT_ON_DEVICE] * count, acceptance.chances(count))
+            return Guess([DRAFT_ON_DEVICE] * count, acceptance.chances(range(count)))
         if drafts is None or drafts.at != request.num_tokens:
             return NOTHING
         return Guess(drafts.tokens[: len(drafts.chances)], drafts.chances)
@@ -638,16 +639,16 @@ class DrafterSpeculator(Speculator):
             last: RowDrafts | None = request.proposed
             known = request.num_tokens
             if last is None:
-                acceptance = PositionAcceptance(self._by_position)
+                acceptance = self._by_position.of_row(16.0)
             else:
                 acceptance, sampled = last.acceptance, request.tokens(last.at, known)
                 classes = map(probability_class, last.probabilities)
-                self._acceptance.count_drafts(classes, last.tokens, sampled)
+                self._acceptance.judge(classes, last.tokens, sampled)
                 if self.is_async_device:  # for drafts that are verified before they are read
                     positions = range(len(last.probabilities))
-                    acceptance.count_drafts(positions, last.tokens, sampled)
+                    acceptance.judge(positions, last.tokens, sampled)
             own = probabilities[: max(stop - known, 0)]
-            chances = self._acceptance.chances(own)
+            chances = self._acceptance.chances(map(probability_class, own))
             request.proposed = RowDrafts(known, drafts, own, chances, acceptance)
 
     def launched(self, plan: StepPlan, started_ns: int) -> None:
@@ -759,7 +760,7 @@ class LookupSpeculator(Speculator):
         self._credit = FIRST_CREDIT
         self._lookups = 0
         """Decode steps in a row that looked for drafts."""
-        self._acceptance = Acceptance()
+        self._acceptance = Acceptance(LOOKUP_RATES, 64.0)
         self._candidates = 1 if self.config.method == "ngram" else MAX_CANDIDATES
         self._shared: SharedOutputs | None = None
         if self.config.share_outputs:
@@ -893,7 +894,7 @@ class LookupSpeculator(Speculator):
     def _new_drafter(self, request: Request) -> RequestDrafter:
         index = SuffixIndex(self.config.prompt_lookup_min, self._candidates)
         first = max(0, request.num_tokens - MAX_INDEXED_TOKENS // 2)
-        own, most = Acceptance(self._acceptance), self.config.num_speculative_tokens
+        own, most = self._acceptance.of_row(64.0), self.config.num_speculative_tokens
         drafter = RequestDrafter(index, own, most, first, self._shared, request.salt)
         request.drafter = drafter
         if self._shared is not None:

@@ -6,8 +6,7 @@ from bisect import bisect_left
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, count
-from operator import mul
+from operator import add
 from typing import NamedTuple
 
 from ..config import MAX_DRAFTS
@@ -16,15 +15,16 @@ __all__ = [
     "AHEAD",
     "Acceptance",
     "Draft",
-    "DrafterAcceptance",
     "Guess",
+    "LOOKUP_RATES",
     "MAX_CANDIDATES",
     "MAX_INDEXED_TOKENS",
     "MAX_MATCH",
     "MAX_SALTS",
     "MAX_SHARED_TOKENS",
     "NOTHING",
-    "PositionAcceptance",
+    "POSITION_RATES",
+    "PROBABILITY_RATES",
     "RequestDrafter",
     "RowDrafts",
     "SharedOutputs",
@@ -68,6 +68,12 @@ class Draft(NamedTuple):
     """Tokens before the first draft that the occurrence shares, at most `MAX_MATCH`."""
     agreed: list[bool]
     """Whether all occurrences that the drafts so far agree with continue with this draft."""
+
+    @property
+    def kinds(self) -> list[int]:
+        """The class of each draft, by length of the match before it and `agreed`."""
+        classes = _CLASS_OF[self.matched : self.matched + len(self.agreed)]
+        return list(map(add, classes, self.agreed))
 
 
 class SuffixIndex:
@@ -201,27 +207,45 @@ _CLASS_OF = tuple(
 
 """Class by length of match: even where occurrences differ, the next odd number where they agree."""
 
-_FIRST_RATES = (0.1, 0.15, 0.15, 0.3, 0.3, 0.5, 0.4, 0.7, 0.5, 0.85)
+LOOKUP_RATES = (0.1, 0.15, 0.15, 0.3, 0.3, 0.5, 0.4, 0.7, 0.5, 0.85)
 
-"""Acceptance assumed for each class before any is measured."""
+"""Acceptance of drafts of the host that is assumed for each of `Draft.kinds` at first."""
+
+PROBABILITY_RATES = (0.05, 0.15, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75, 0.85, 0.95)
+
+"""For each `probability_class` of a draft of the device: a drafter is assumed to know how often it
+is right."""
+
+POSITION_RATES = (0.6,) * MAX_DRAFTS
+
+"""For each number of a draft that is verified before the host has read its probability."""
 
 _FIRST_WEIGHT = 4.0
 
 """Drafts that an assumed rate counts as, and the rate of all rows in that of a row."""
 
 
-class _Counts:
-    """Counts of drafts by class: of all rows, or of one, which adds to `everywhere`."""
+class Acceptance:
+    """Acceptance rates of drafts by class: of all rows, or of one, which begins with their rates.
+
+    Classes are of one kind, such as `Draft.kinds`, and begin at 0.
+    """
 
     def __init__(
-        self, rates: Sequence[float], weight: float, most: float, everywhere: _Counts | None = None
+        self, rates: Sequence[float], most: float, everywhere: Acceptance | None = None
     ) -> None:
-        """Begin with rates that count as `weight` drafts each."""
-        self._everywhere = everywhere
-        self._most = most
-        """Drafts after which counts are halved, so that a change is noticed."""
+        """Measure all rows, of which `rates` are assumed; or one row, and `everywhere` with it.
+
+        After `most` drafts of a class its counts are halved, so that a change is noticed.
+        """
+        weight = _FIRST_WEIGHT if everywhere is None else 0.0
+        self._everywhere, self._most = everywhere, most
         self._trials = [weight] * len(rates)
         self._hits = [weight * rate for rate in rates]
+
+    def of_row(self, most: float) -> Acceptance:
+        """Return the rates of a new row."""
+        return Acceptance(self._hits, most, self)  # of as many classes, with nothing assumed
 
     def rate(self, kind: int) -> float:
         """Return the expected acceptance of a draft of a class, if those before it are accepted."""
@@ -230,7 +254,30 @@ class _Counts:
         prior = _FIRST_WEIGHT * self._everywhere.rate(kind)
         return (self._hits[kind] + prior) / (self._trials[kind] + _FIRST_WEIGHT)
 
-    def count(self, kind: int, trials: int, hits: int) -> None:
+    def chances(self, kinds: Iterable[int]) -> list[float]:
+        """Return, for each draft, the probability that it is accepted and all before it are."""
+        chance, chances, rate, last = 1.0, [], 0.0, -1
+        for kind in kinds:
+            if kind != last:  # mostly the same as for the draft before
+                rate, last = self.rate(kind), kind
+            chance *= rate
+            chances.append(chance)
+        return chances
+
+    def judge(self, kinds: Iterable[int], drafts: Sequence[int], tokens: Sequence[int]) -> None:
+        """Count the drafts in whose places `tokens` were sampled, up to the first wrong one."""
+        hits, last = 0, -1
+        for kind, draft, token in zip(kinds, drafts, tokens, strict=False):
+            if kind != last:  # mostly the same as for the draft before
+                self._count(last, hits, hits)
+                hits, last = 0, kind
+            if draft != token:
+                self._count(kind, hits + 1, hits)
+                return
+            hits += 1
+        self._count(last, hits, hits)
+
+    def _count(self, kind: int, trials: int, hits: int) -> None:
         """Count drafts of a class, of which `hits` were right."""
         if not trials:
             return
@@ -240,106 +287,13 @@ class _Counts:
         self._trials[kind] += trials
         self._hits[kind] += hits
         if self._everywhere is not None:
-            self._everywhere.count(kind, trials, hits)
-
-    def count_drafts(
-        self, kinds: Iterable[int], drafts: Sequence[int], tokens: Sequence[int]
-    ) -> None:
-        """Count the drafts in whose places `tokens` were sampled, up to the first wrong one."""
-        for kind, draft, token in zip(kinds, drafts, tokens, strict=False):
-            self.count(kind, 1, draft == token)
-            if draft != token:
-                return
-
-
-class Acceptance(_Counts):
-    """Acceptance rates of a proposer, or of one row, which begins with its proposer's rates."""
-
-    def __init__(self, everywhere: Acceptance | None = None) -> None:
-        """Measure one row, and `everywhere` together with it; None: all rows."""
-        weight = _FIRST_WEIGHT if everywhere is None else 0.0
-        super().__init__(_FIRST_RATES, weight, 64.0, everywhere)
-
-    def chances(self, draft: Draft) -> list[float]:
-        """Return, for each draft, the probability that it is accepted and all before it are."""
-        chance, chances, rate, last = 1.0, [], 0.0, -1
-        for length, agreed in enumerate(draft.agreed, draft.matched):
-            kind = _CLASS_OF[length] + agreed
-            if kind != last:  # mostly the same as for the draft before
-                rate, last = self.rate(kind), kind
-            chance *= rate
-            chances.append(chance)
-        return chances
-
-    def judge(self, draft: Draft, tokens: list[int]) -> None:
-        """Count the drafts in whose places `tokens` were sampled, up to the first wrong one."""
-        hits = 0
-        last = -1
-        for length, agreed, drafted, token in zip(
-            count(draft.matched), draft.agreed, draft.tokens, tokens, strict=False
-        ):
-            kind = _CLASS_OF[length] + agreed
-            if kind != last:  # mostly the same as for the draft before
-                self.count(last, hits, hits)
-                hits, last = 0, kind
-            if drafted != token:
-                self.count(kind, hits + 1, hits)
-                return
-            hits += 1
-        self.count(last, hits, hits)
-
-
-# Measured acceptance of a drafter's proposals. No torch.
-#
-# By the probability that the drafter gave each of them, once the host has read it; before, by the
-# number of the draft and by row.
-
-_CLASSES = 10
-
-"""Of probabilities: 0 to 0.1, 0.1 to 0.2, ..."""
-
-
-class DrafterAcceptance(_Counts):
-    """Acceptance rates of all rows together; a drafter is assumed to know how often it is right."""
-
-    def __init__(self) -> None:
-        """Start with the middle of each class."""
-        super().__init__([(kind + 0.5) / _CLASSES for kind in range(_CLASSES)], 8.0, 256.0)
-
-    def chances(self, probabilities: Sequence[float]) -> list[float]:
-        """Return, for each draft, the probability that it is accepted and all before it are."""
-        return list(accumulate(map(self.rate, map(probability_class, probabilities)), mul))
-
-
-class PositionAcceptance(_Counts):
-    """Acceptance rates by number of the draft: of a drafter, or of one row.
-
-    For the first draft 0.6 is assumed, for each later one the rate of the draft before.
-    """
-
-    def __init__(self, everywhere: PositionAcceptance | None = None) -> None:
-        """Measure one row, and `everywhere` together with it; None: all rows."""
-        most = 256.0 if everywhere is None else 16.0
-        super().__init__([0.0] * MAX_DRAFTS, 0.0, most, everywhere)
-
-    def chances(self, count: int) -> list[float]:
-        """Return, for each of `count` drafts, the probability that all up to it are accepted."""
-        return list(accumulate(self._rates(count), mul))
-
-    def _rates(self, count: int) -> list[float]:
-        everywhere, rates, prior = self._everywhere, [], 0.6
-        assumed = everywhere._rates(count) if isinstance(everywhere, PositionAcceptance) else None
-        for index in range(count):
-            prior = prior if assumed is None else assumed[index]
-            hits = self._hits[index] + _FIRST_WEIGHT * prior
-            prior = hits / (self._trials[index] + _FIRST_WEIGHT)
-            rates.append(prior)
-        return rates
+            self._everywhere._count(kind, trials, hits)
 
 
 def probability_class(probability: float) -> int:
-    """Return the class of a probability; the lowest one for NaN."""
-    return int(min(probability, 0.999) * _CLASSES) if probability > 0 else 0
+    """Return the index in `PROBABILITY_RATES` of a probability; 0 for NaN."""
+    classes = len(PROBABILITY_RATES)
+    return int(min(probability, 0.999) * classes) if probability > 0 else 0
 
 
 # What may follow the newest token of a request. No torch.
@@ -375,7 +329,7 @@ class RowDrafts:
     """Of the tokens for which the drafter had slots; the others are worthless."""
     chances: list[float]
     """Of the same tokens, that a step accepts them."""
-    acceptance: PositionAcceptance
+    acceptance: Acceptance
     """Of the request."""
 
 
@@ -522,7 +476,7 @@ class RequestDrafter:
             self._indexed, self.draft = 0, None
         tokens = tokens_of(seen, stop)
         if self.draft is not None:
-            self.acceptance.judge(self.draft, tokens)
+            self.acceptance.judge(self.draft.kinds, self.draft.tokens, tokens)
         self._proposer.extend(tokens)
         self.seen, self._followed = stop, 0
         self._indexed += stop - seen
@@ -573,4 +527,4 @@ class RequestDrafter:
                 draft = other
         self.draft = draft
         if draft is not None:
-            self._guess(draft, self.acceptance.chances(draft))
+            self._guess(draft, self.acceptance.chances(draft.kinds))

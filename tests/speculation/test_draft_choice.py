@@ -33,6 +33,7 @@ from stepgraph.runtime.scheduling.speculator import (
 )
 from stepgraph.runtime.speculation.request_drafter import (
     AHEAD,
+    LOOKUP_RATES,
     Acceptance,
     Draft,
     RequestDrafter,
@@ -131,7 +132,7 @@ def test_decode_steps_remain_known() -> None:
 def test_a_draft_is_followed_while_it_is_right(tokens: list[int], data: st.DataObject) -> None:
     """The guess is that of a search, after the known tokens or before those that it foretold."""
     least, most = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 4))
-    acceptance, judged = Acceptance(), Acceptance()
+    acceptance, judged = (Acceptance(LOOKUP_RATES, 64) for _ in range(2))
     drafter = RequestDrafter(SuffixIndex(least), acceptance, most, 0)
     plain, seen, draft, known = SuffixIndex(least), 0, None, 0
     while known < len(tokens):
@@ -144,14 +145,14 @@ def test_a_draft_is_followed_while_it_is_right(tokens: list[int], data: st.DataO
             or (len(draft.tokens) - len(followed) < most)
         ):
             if draft is not None:
-                judged.judge(draft, followed)
+                judged.judge(draft.kinds, draft.tokens, followed)
             plain.extend(followed)
             seen, draft = known, plain.propose(AHEAD * most)
         rest = [] if draft is None else draft.tokens[known - seen :][:most]
         assert drafter.guess.tokens == rest or (not rest and not drafter.guess.tokens)
         if draft is not None:
             matched, agreed = draft.matched + known - seen, draft.agreed[known - seen :]
-            expected = judged.chances(Draft(rest, matched, agreed[:most]))
+            expected = judged.chances(Draft(rest, matched, agreed[:most]).kinds)
             assert drafter.guess.chances == pytest.approx(expected)
         assert [acceptance.rate(k) for k in range(10)] == [judged.rate(k) for k in range(10)]
 

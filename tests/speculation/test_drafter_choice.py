@@ -19,7 +19,8 @@ from stepgraph.runtime.scheduling.speculator import (
     VerifyCosts,
 )
 from stepgraph.runtime.speculation.request_drafter import (
-    DrafterAcceptance,
+    PROBABILITY_RATES,
+    Acceptance,
     probability_class,
 )
 
@@ -214,9 +215,9 @@ def test_the_number_of_unseen_drafts_follows_their_acceptance() -> None:
 def test_acceptance_is_a_probability_whatever_the_drafter_says(
     drafts: list[tuple[float, bool]],
 ) -> None:
-    acceptance = DrafterAcceptance()
+    acceptance = Acceptance(PROBABILITY_RATES, 256)
     for probability, right in drafts:
-        acceptance.count_drafts([probability_class(probability)], [1], [1 if right else 2])
-    chances = acceptance.chances([probability for probability, _ in drafts])
+        acceptance.judge([probability_class(probability)], [1], [1 if right else 2])
+    chances = acceptance.chances(probability_class(probability) for probability, _ in drafts)
     assert all(0 <= chance <= 1 for chance in chances)
     assert chances == sorted(chances, reverse=True)
