@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import heapq
 import sys
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, repeat
@@ -274,75 +274,45 @@ class WakeTimes:
         assert all(self._due.values()), "a step without requests"
 
 
-def _is_alive(request: Request) -> bool:
-    return request.status is not RequestStatus.FINISHED
-
-
 class WaitingQueue:
-    """A heap by `Request.order`. Ended requests are removed later, in batches."""
+    """Requests without a row that have not ended: those that wait for one, and paused ones."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[tuple[int, int], Request]] = []
-        self.num_alive = 0
-        """In the heap: those that have not ended and are not paused."""
-        self.paused: set[Request] = set()
-        """Requests that have not ended and that `head` does not return until they are resumed."""
+        self._queue: list[Request] = []  # in the order of service
+        self._paused: set[Request] = set()
+
+    def __len__(self) -> int:
+        """Requests that wait for a row."""
+        return len(self._queue)
 
     def __iter__(self) -> Iterator[Request]:
-        """The requests that have not ended, in any order, paused ones included."""
-        alive = (request for _, request in self._heap if _is_alive(request))
-        return chain(alive, self.paused)
+        return chain(self._queue, self._paused)
 
     def push(self, request: Request) -> None:
         """Add a request, which may be paused."""
         if request.paused:
-            self.paused.add(request)
-            return
-        heapq.heappush(self._heap, (request.order, request))
-        self.num_alive += 1
+            self._paused.add(request)
+        else:
+            insort(self._queue, request, key=order_of)
 
-    def pause(self, request: Request) -> None:
-        """Set a waiting request aside."""
-        self._heap = [entry for entry in self._heap if entry[1] is not request]
-        heapq.heapify(self._heap)
-        self.num_alive -= 1
-        self.paused.add(request)
-
-    def resume(self, request: Request) -> None:
-        """Let a paused request wait again."""
-        self.paused.remove(request)
-        self.push(request)
+    def remove(self, request: Request) -> None:
+        """Remove a request that gets a row, has ended, or is to be added again, paused or not."""
+        if request in self._paused:
+            self._paused.remove(request)
+        else:
+            index = bisect_left(self._queue, request.order, key=order_of)
+            assert self._queue[index] is request, f"request {request.id} is not in the queue"
+            del self._queue[index]
 
     def head(self) -> Request | None:
-        """Return the first request in the order of service, or None."""
-        while self._heap:
-            request = self._heap[0][1]
-            if _is_alive(request):
-                return request
-            heapq.heappop(self._heap)
-        return None
-
-    def pop(self) -> None:
-        """Remove the head."""
-        assert self.head() is not None, "the queue is empty"
-        heapq.heappop(self._heap)
-        self.num_alive -= 1
-
-    def drop_ended(self, request: Request) -> None:
-        """Remove a request that has ended."""
-        if request in self.paused:
-            self.paused.remove(request)
-            return
-        self.num_alive -= 1
-        if len(self._heap) > 2 * self.num_alive + 64:
-            self._heap = [entry for entry in self._heap if _is_alive(entry[1])]
-            heapq.heapify(self._heap)
+        """Return the first request in the order of service that is not paused, or None."""
+        return self._queue[0] if self._queue else None
 
     def check_integrity(self) -> None:
-        """Assert that the count is right, and that exactly the paused requests are set aside."""
-        assert sum(1 for _ in self) == self.num_alive + len(self.paused)
-        assert all(_is_alive(request) for request in self.paused)
-        assert all(request.paused == (request in self.paused) for request in self)
+        """Assert the order of service, and that exactly the paused requests are set aside."""
+        assert self._queue == sorted(self._queue, key=order_of)
+        assert all(request.status is not RequestStatus.FINISHED for request in self)
+        assert all(request.paused == (request in self._paused) for request in self)
 
 
 class Scheduler:
@@ -387,7 +357,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Requests that wait for a row."""
-        return self._waiting.num_alive
+        return len(self._waiting)
 
     @property
     def num_running(self) -> int:
@@ -414,7 +384,7 @@ class Scheduler:
             self.cache.release(request.id)
             return
         self.cache.host.drop(request.id)
-        self._waiting.drop_ended(request)
+        self._waiting.remove(request)
 
     def pause(self, request: Request) -> None:
         """Take the row and the blocks of an unfinished request until `resume`.
@@ -425,14 +395,16 @@ class Scheduler:
         if request in self._running.rows:
             self._pausing.append(request)
         else:
-            self._waiting.pause(request)
+            self._waiting.remove(request)
+            self._waiting.push(request)
 
     def resume(self, request: Request) -> None:
         """Let a paused request wait for a row again. The engine has cleared its `paused`."""
         if request in self._running.rows:
             self._pausing.remove(request)
         else:
-            self._waiting.resume(request)
+            self._waiting.remove(request)
+            self._waiting.push(request)
 
     def plan(self) -> StepPlan:
         """Return the plan of the next launch.
@@ -449,7 +421,7 @@ class Scheduler:
         if due is not None or running.prefilling:
             self._look_at(plan, due or {})
         plan.decode = running.decoding
-        if running.prefilling or (self._waiting.num_alive and running.free_rows):
+        if running.prefilling or (len(self._waiting) and running.free_rows):
             self._plan_prefill(plan)
             plan.decode = running.decoding
         return plan
@@ -632,13 +604,13 @@ class Scheduler:
                 break
             self._outgrow(head)
             if self._waits_for_sibling(head):  # does not block later requests
-                self._waiting.pop()
+                self._waiting.remove(head)
                 aside.append(head)
                 continue
             found = self._admit(head, budget)
             if found is None:
                 break
-            self._waiting.pop()
+            self._waiting.remove(head)
             row = running.join(head)
             self._publisher.admit(head)
             self._reserved.update(head)

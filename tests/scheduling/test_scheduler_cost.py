@@ -70,26 +70,12 @@ def test_a_decode_step_costs_the_same_however_long_the_sequences_are() -> None:
     assert costs_of(rig, 3) == costs[:3]
 
 
-def test_aborted_requests_do_not_pile_up_in_the_queue() -> None:
-    rig = Rig(max_num_seqs=1)
-    rig.add(1)
-    rig.step()
-    for _ in range(20):
-        groups = [rig.group(1) for _ in range(200)]
-        for group in groups:
-            rig.loop.requests.add(group)
-        for group in groups[1:]:  # not the head: a dead one there is dropped when it is looked at
-            rig.loop.requests.abort(group)
-        rig.step()
-    assert rig.scheduler.num_waiting == 20
-    assert len(rig.scheduler._waiting._heap) <= 2 * rig.scheduler.num_waiting + 64
-
-
 def sizes_of(rig: Rig) -> dict[str, int]:
     """Elements of every container of the scheduler, the loop and the cache."""
     owners = {
         "scheduler": rig.scheduler,
         "running": rig.scheduler._running,
+        "waiting": rig.scheduler._waiting,
         "publishing": rig.scheduler._publisher,
         "headroom": rig.scheduler._reserved,
         "loop": rig.loop,
