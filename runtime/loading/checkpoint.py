@@ -215,7 +215,11 @@ class CheckpointReader:
             return source.read(self.tensor(source.name))
         stored, names = self._joined[source.name]
         tensors = {suffix: self.tensor(name) for suffix, name in names.items()}
-        return stored.read(tensors, source.selection)
+        try:
+            return stored.read(tensors, source.selection)
+        except ValueError as error:
+            path = self._headers[source.name].file
+            raise CheckpointError(f"{path}: {source.name} cannot be read: {error}") from error
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return a tensor; it may share the mapped file's memory, so copy it to keep it."""

@@ -44,7 +44,7 @@ BESIDE: dict[str, tuple[str, Files, Files]] = {
     "mlx, newer": ("mlx", {"quantization_config": {"group_size": 64, "bits": 4}}, {}),
     "modelopt": ("modelopt", {}, {"hf_quant_config.json": MODEL_OPT}),
     "compressed-tensors, older": ("compressed-tensors", {"compression_config": {}}, {}),
-    "gptq": ("quantized", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, {}),
+    "gptq": ("quantized", {"quantization_config": {"quant_method": "gptq", "bits": 8}}, {}),
     "bitsandbytes": ("quantized", {"quantization_config": {"quant_method": "bitsandbytes"}}, {}),
 }
 """Directories with the `config.json` of a model, and changes of it."""

@@ -1,11 +1,11 @@
-"""Checkpoints in AWQ and mxfp4: the engine has the logits of the dequantised model."""
+"""Checkpoints in AWQ, GPTQ and mxfp4: the engine has the logits of the dequantised model."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from stepgraph.runtime.errors import CheckpointError
 from stepgraph.runtime.kernels.ops.parameter import HeadRows, Narrowed, Selection, Slice
-from stepgraph.runtime.kernels.weights import AWQ, MXFP4
+from stepgraph.runtime.kernels.weights import AWQ, GPTQ, MXFP4, CheckpointFormat
 from stepgraph.runtime.loading.checkpoint import read_config
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -32,17 +32,22 @@ ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """The output that each 4 bits of a word hold, from the lowest on."""
 
 
-def packed(codes: np.ndarray[Any, Any]) -> Tensor:
-    """Words of 8 consecutive outputs, one code after the other."""
+def packed(codes: np.ndarray[Any, Any], order: Iterable[int] = range(8)) -> Tensor:
+    """Words of 8 consecutive columns, one code after the other."""
     rows, outputs = codes.shape
     words = np.zeros((rows, outputs // 8), dtype=np.uint32)
-    for place, output in enumerate(ORDER):
+    for place, output in enumerate(order):
         words |= codes[:, output::8].astype(np.uint32) << np.uint32(4 * place)
     return torch.from_numpy(words.view(np.int32))
 
 
 def quantised(
-    n: int, k: int, group: int, seed: int, dtype: torch.dtype = torch.float16
+    stored_as: CheckpointFormat,
+    n: int,
+    k: int,
+    group: int,
+    seed: int,
+    dtype: torch.dtype = torch.float16,
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Random tensors of a weight by suffix, and the weight in float64."""
     rng = np.random.default_rng(seed)
@@ -50,7 +55,13 @@ def quantised(
     scales = torch.from_numpy(rng.uniform(0.01, 0.05, zeros.shape)).to(dtype)
     of_input = np.arange(k) // group
     weight = (codes - zeros[of_input]) * scales.double().numpy()[of_input]
-    tensors = {".qweight": packed(codes), ".qzeros": packed(zeros), ".scales": scales}
+    if stored_as is GPTQ:
+        words, zero_words = packed(codes.T).T.contiguous(), packed(zeros) - 0x11111111
+    else:
+        words, zero_words = packed(codes, ORDER), packed(zeros, ORDER)
+    tensors = {".qweight": words, ".qzeros": zero_words, ".scales": scales}
+    if stored_as is GPTQ:
+        tensors[".g_idx"] = torch.from_numpy(of_input.astype(np.int32))
     return tensors, torch.from_numpy(weight.T.copy())
 
 
@@ -80,20 +91,26 @@ def save(model: TinyModel, directory: Path, change: Change, **options: Any) -> A
     return reference
 
 
-def save_as_awq(
-    model: TinyModel, directory: Path, group: int, *, drop: str = "", **options: Any
+def save_as(
+    stored_as: CheckpointFormat,
+    model: TinyModel,
+    directory: Path,
+    group: int,
+    *,
+    drop: str = "",
+    **options: Any,
 ) -> AutoModelForCausalLM:
-    """With linear layers in AWQ, where their sizes allow it."""
+    """With linear layers in AWQ or GPTQ, where their sizes allow it."""
     seeds = itertools.count()
 
     def change(name: str, tensor: Tensor) -> tuple[dict[str, Tensor], Tensor] | None:
         if not name.endswith("proj.weight") or tensor.shape[0] % 8 or tensor.shape[1] % group:
             return None
-        stored, weight = quantised(*tensor.shape, group, next(seeds))
+        stored, weight = quantised(stored_as, *tensor.shape, group, next(seeds))
         prefix = name.removesuffix(".weight")
         return {f"{prefix}{suffix}": t for suffix, t in stored.items() if suffix != drop}, weight
 
-    own = {"quant_method": "awq", "bits": 4, "group_size": group, "version": "gemm"}
+    own = {"quant_method": stored_as.name, "group_size": group, **stored_as.required}
     return save(model, directory, change, **(own | options))
 
 
@@ -127,29 +144,35 @@ def check_logits(
 
 
 @pytest.mark.parametrize(
-    ("variant", "group", "settings"),
+    ("stored_as", "variant", "group", "settings"),
     [
-        ("base", 16, {}),
-        ("base", 48, {"mode": "auto", "kernels": "native"}),
-        ("qwen2", 16, {"mode": "auto", "kernels": "native"}),
-        ("qwen3", 8, {}),
+        (AWQ, "base", 16, {}),
+        (AWQ, "base", 48, {"mode": "auto", "kernels": "native"}),
+        (AWQ, "qwen2", 16, {"mode": "auto", "kernels": "native"}),
+        (AWQ, "qwen3", 8, {}),
+        (GPTQ, "base", 48, {"mode": "auto", "kernels": "native"}),
+        (GPTQ, "qwen2", 16, {}),
     ],
 )
 def test_an_engine_has_the_logits_of_the_dequantised_model(
     tiny: Callable[[str], TinyModel],
     tmp_path: Path,
+    stored_as: CheckpointFormat,
     variant: str,
     group: int,
     settings: dict[str, Any],
 ) -> None:
     model = tiny(variant)
-    reference = save_as_awq(model, tmp_path, group)
+    reference = save_as(stored_as, model, tmp_path, group)
     check_logits(tmp_path, model, reference, 5e-4, prefill_chunk=16, block_size=4, **settings)
 
 
-def test_ranks_read_their_parts(tiny: Callable[[str], TinyModel], tmp_path: Path) -> None:
+@pytest.mark.parametrize("stored_as", [AWQ, GPTQ], ids=lambda stored_as: stored_as.name)
+def test_ranks_read_their_parts(
+    tiny: Callable[[str], TinyModel], tmp_path: Path, stored_as: CheckpointFormat
+) -> None:
     """Rows and columns of a rank, which begin and end within groups."""
-    save_as_awq(tiny("base"), tmp_path, 48)
+    save_as(stored_as, tiny("base"), tmp_path, 48)
     config: Any = read_config(tmp_path)
     expected = whole_run(config, tmp_path)
     for run in sharded_runs(config, tmp_path, 2, plain_kernels()):
@@ -158,17 +181,22 @@ def test_ranks_read_their_parts(tiny: Callable[[str], TinyModel], tmp_path: Path
 
 @given(data=st.data())
 def test_a_part_is_the_part_of_the_whole(data: st.DataObject) -> None:
-    group, groups = data.draw(st.sampled_from([1, 4, 32])), data.draw(st.integers(1, 5))
+    stored_as = data.draw(st.sampled_from([AWQ, GPTQ]))
+    groups = data.draw(st.integers(1, 5))
+    group = data.draw(st.sampled_from([1, 4, 32] if stored_as is AWQ else [8, 32]))
     n, k = 8 * data.draw(st.integers(1, 4)), group * groups
     dtype = data.draw(st.sampled_from([torch.float16, torch.bfloat16]))
-    stored, weight = quantised(n, k, group, data.draw(st.integers(0, 99)), dtype)
-    kinds = {".qweight": "I32", ".qzeros": "I32", ".scales": "F16"}
-    headers = {suffix: (kinds[suffix], tuple(t.shape)) for suffix, t in stored.items()}
-    assert AWQ.shape(headers) == (n, k)
-    for suffix, (kind, (first, second)) in headers.items():
-        wrong = [(kind, (first,)), (kind, (first, second + 1))]
-        wrong += [("F32", (first, second)) if suffix == ".qweight" else (kind, (first + 1, second))]
-        assert not any(AWQ.shape(headers | {suffix: header}) for header in wrong)
+    stored, weight = quantised(stored_as, n, k, group, data.draw(st.integers(0, 99)), dtype)
+    headers = {
+        suffix: ("F16" if suffix == ".scales" else "I32", tuple(t.shape))
+        for suffix, t in stored.items()
+    }
+    assert stored_as.shape(headers) == (n, k)
+    for suffix, (kind, (first, *rest)) in headers.items():
+        wrong = [(kind, (first, *rest, 1)), (kind, (first, *rest)[:-1])]
+        wrong += [(kind, (first, *(size + 1 for size in rest)))] if rest else []
+        wrong += [("F32", (first, *rest)) if suffix == ".qweight" else (kind, (first + 1, *rest))]
+        assert not any(stored_as.shape(headers | {suffix: header}) for header in wrong)
 
     def part(dim: int, size: int) -> Slice:
         start = data.draw(st.integers(0, size - 1))
@@ -181,26 +209,46 @@ def test_a_part_is_the_part_of_the_whole(data: st.DataObject) -> None:
         *(None, rows, columns, Narrowed(rows, columns), narrowed, Narrowed(narrowed, part(0, n))),
     ):
         expected = weight if selection is None else selection.read(weight)
-        assert torch.equal(AWQ.read(stored, selection).double(), expected)
+        assert torch.equal(stored_as.read(stored, selection).double(), expected)
 
 
 @pytest.mark.parametrize(
-    ("drop", "options"),
+    ("stored_as", "drop", "options"),
     [
-        (".qzeros", {}),
-        (".scales", {}),
-        ("", {"bits": 3}),
-        ("", {"version": "gemv"}),
-        ("", {"version": ["gemm"]}),
-        ("", {"quant_method": "gptq"}),
+        (AWQ, ".qzeros", {}),
+        (AWQ, ".scales", {}),
+        (AWQ, "", {"bits": 3}),
+        (AWQ, "", {"version": "gemv"}),
+        (AWQ, "", {"version": ["gemm"]}),
+        (AWQ, "", {"quant_method": "hqq"}),
+        (GPTQ, ".g_idx", {}),
+        (GPTQ, "", {"bits": 8}),
+        (GPTQ, "", {"desc_act": True}),
+        (GPTQ, "", {"format": "gptq_v2"}),
+        (GPTQ, "", {"checkpoint_format": "gptq_v2"}),
     ],
 )
 def test_what_is_not_the_format_is_refused(
-    base: TinyModel, tmp_path: Path, drop: str, options: dict[str, Any]
+    base: TinyModel,
+    tmp_path: Path,
+    stored_as: CheckpointFormat,
+    drop: str,
+    options: dict[str, Any],
 ) -> None:
-    save_as_awq(base, tmp_path, 16, drop=drop, **options)
+    save_as(stored_as, base, tmp_path, 16, drop=drop, **options)
     with pytest.raises(CheckpointError), opened(tmp_path):
         pass
+
+
+def test_gptq_with_inputs_in_another_order(base: TinyModel, tmp_path: Path) -> None:
+    """As quantising with desc_act orders them, although the config does not say so."""
+    save_as(GPTQ, base, tmp_path, 16)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = next(name for name in tensors if name.endswith(".g_idx"))
+    save_file(tensors | {name: tensors[name].flip(0)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError) as caught, opened(tmp_path):
+        pass
+    assert name.removesuffix(".g_idx") in str(caught.value)
 
 
 def test_every_byte_with_every_scale() -> None:

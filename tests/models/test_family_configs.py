@@ -235,7 +235,7 @@ LINEAR = {"rope_type": "linear", "factor": 4}
         ("deepseek_v2", {"mlp_bias": True}),
         ("llama4_text", {"attention_chunk_size": None}),
         ("gpt_oss", {"swiglu_limit": None}),
-        ("gpt_oss", {"quantization_config": {"quant_method": "gptq"}}),
+        ("gpt_oss", {"quantization_config": {"quant_method": "hqq"}}),
         ("gpt_oss", {"quantization_config": "mxfp4"}),
         ("mixtral", {"quantization_config": {"quant_method": "mxfp4"}}),
         ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}),

@@ -100,7 +100,7 @@ def check_refused(changes: Mapping[str, Any], read: Callable[[], object]) -> Non
         {"architectures": None, "model_type": "mamba"},
         {"architectures": None, "model_type": None},
         {"hidden_act": "gelu"},
-        {"quantization_config": {"quant_method": "gptq"}},
+        {"quantization_config": {"quant_method": "hqq"}},
         {"rope_scaling": {"rope_type": "su", "factor": 4.0}},
         {"rope_scaling": {"rope_type": "linear", "factor": None}},
         {"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}},

@@ -2,6 +2,7 @@
 
 from .awq import AWQ
 from .checkpoint_format import CheckpointFormat
+from .gptq import GPTQ
 from .mxfp4 import MXFP4
 from .stored import FP8, INT8, MODEL, WeightStorage, dequantise
 
@@ -9,6 +10,7 @@ __all__ = [
     "AWQ",
     "CHECKPOINT_FORMATS",
     "FP8",
+    "GPTQ",
     "INT8",
     "MODEL",
     "MXFP4",
@@ -21,4 +23,4 @@ __all__ = [
 STORAGES = {storage.name: storage for storage in (MODEL, INT8, FP8)}
 """By name."""
 
-CHECKPOINT_FORMATS: tuple[CheckpointFormat, ...] = (MXFP4, AWQ)
+CHECKPOINT_FORMATS: tuple[CheckpointFormat, ...] = (MXFP4, AWQ, GPTQ)

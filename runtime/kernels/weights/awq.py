@@ -9,17 +9,16 @@ k // (K / G), and w[n, k] = (q[k, n] - zero[g, n]) * scale[g, n].
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from ...bounded_repr import bounded_repr
 from ..ops.parameter import Shape
 from .checkpoint_format import CheckpointFormat
 
-__all__ = ["AWQ"]
+__all__ = ["AWQ", "unpacked"]
 
 _SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)
 """Lowest bit of each of the 8 outputs of a word."""
@@ -29,12 +28,7 @@ class _AWQ(CheckpointFormat):
     name = "awq"
     suffixes = (".qweight", ".qzeros", ".scales")
     weight_suffix = ".weight"
-
-    def obstacle(self, options: Mapping[str, Any]) -> str | None:
-        for key, default, only in (("bits", 4, 4), ("version", "gemm", "gemm")):
-            if (value := options.get(key, default)) != only:
-                return f"{key} = {bounded_repr(value, 60)}, and only {only!r} is supported"
-        return None
+    required: ClassVar[Mapping[str, object]] = {"bits": 4, "version": "gemm"}
 
     def shape(self, headers: Mapping[str, tuple[str, Shape]]) -> Shape | None:
         (words, numbers), (zero_words, zeros), (_, scales) = (headers[s] for s in self.suffixes)
@@ -46,7 +40,7 @@ class _AWQ(CheckpointFormat):
         return n, k
 
     def grouped(self, stored: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        numbers_KN, zeros_GN = _unpacked(stored[".qweight"]), _unpacked(stored[".qzeros"])
+        numbers_KN, zeros_GN = (unpacked(stored[s], _SHIFTS) for s in (".qweight", ".qzeros"))
         groups = len(zeros_GN)
         return numbers_KN.T.unflatten(1, (groups, -1)), zeros_GN.T, stored[".scales"].T
 
@@ -60,9 +54,14 @@ class _AWQ(CheckpointFormat):
 AWQ = _AWQ()
 
 
-def _unpacked(words: Tensor) -> Tensor:
-    """Return the numbers of int32 words `[..., N / 8]`, as uint8 `[..., N]`."""
-    numbers = torch.empty(*words.shape, len(_SHIFTS), dtype=torch.uint8)
-    for output, shift in enumerate(_SHIFTS):  # one after the other: int32 takes four times as much
-        numbers[..., output] = words >> shift & 15
+def unpacked(words: Tensor, shifts: Sequence[int]) -> Tensor:
+    """Return the 4-bit numbers of int32 words `[..., N / 8]`, as uint8 `[..., N]`.
+
+    Args:
+        words: 8 numbers each.
+        shifts: lowest bit of each number of a word.
+    """
+    numbers = torch.empty(*words.shape, len(shifts), dtype=torch.uint8)
+    for i, shift in enumerate(shifts):  # one after the other: int32 takes four times as much
+        numbers[..., i] = words >> shift & 15
     return numbers.flatten(-2)

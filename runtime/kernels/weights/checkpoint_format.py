@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from ...bounded_repr import bounded_repr
 from ..ops.parameter import Narrowed, Selection, Shape, Slice
 
 __all__ = ["CheckpointFormat"]
@@ -28,9 +29,14 @@ class CheckpointFormat(ABC):
     """What the names of the tensors end with."""
     weight_suffix: ClassVar[str]
     """What the name of the weight ends with, in a layout."""
+    required: ClassVar[Mapping[str, object]] = {}
+    """Keys of a `quantization_config`, with their only supported values, which absent keys have."""
 
     def obstacle(self, options: Mapping[str, Any]) -> str | None:
         """Return why weights with this `quantization_config` cannot be read, or None."""
+        for key, only in self.required.items():
+            if (value := options.get(key, only)) != only:
+                return f"{key} = {bounded_repr(value, 60)}, and only {only!r} is supported"
         return None
 
     @abstractmethod
@@ -43,7 +49,11 @@ class CheckpointFormat(ABC):
 
     @abstractmethod
     def grouped(self, stored: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        """Convert the tensors of a file to tensors `[..., N, G, ...]` of a weight `[..., N, K]`."""
+        """Convert the tensors of a file to tensors `[..., N, G, ...]` of a weight `[..., N, K]`.
+
+        Raises:
+            ValueError: their contents are not of this format; the message says why.
+        """
 
     @abstractmethod
     def decode(self, *grouped: Tensor) -> Tensor:
