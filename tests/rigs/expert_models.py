@@ -4,178 +4,85 @@ from __future__ import annotations
 
 from typing import Any
 
+from .family_variants import sliding, variant
+
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
     "factor": 8.0,
     "original_max_position_embeddings": 32,
 }
-_LATENT: dict[str, Any] = {
-    "num_key_value_heads": 6,
-    "kv_lora_rank": 24,
-    "qk_nope_head_dim": 10,
-    "qk_rope_head_dim": 6,
-    "head_dim": 6,
-    "v_head_dim": 14,
-    "tie_word_embeddings": False,
-}
+
+
+def _deepseek(
+    version: int, experts: tuple[int, int, int, int], groups: tuple[int, int], **fields: Any
+) -> dict[str, Any]:
+    """With latent attention.
+
+    Args:
+        version: of DeepSeek.
+        experts: how many there are, of which a token chooses and that are shared; features of each.
+        groups: of experts, and how many of them a token chooses.
+        **fields: other fields of the configuration.
+    """
+    heads = {"head_dim": 6, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 14}
+    names = ("n_routed_experts", "num_experts_per_tok", "n_shared_experts", "moe_intermediate_size")
+    return {
+        **variant(f"deepseek_v{version}", kv_heads=6, kv_lora_rank=24, tied=False, **heads),
+        **dict(zip((*names, "n_group", "topk_group"), (*experts, *groups), strict=True)),
+        **fields,
+    }
+
 
 EXPERT_VARIANTS: dict[str, dict[str, Any]] = {
-    "mixtral": {
-        "model_type": "mixtral",
-        "num_local_experts": 5,
-        "num_experts_per_tok": 2,
-        "intermediate_size": 35,
-    },
-    "mixtral_one": {
-        "model_type": "mixtral",
-        "num_local_experts": 3,
-        "num_experts_per_tok": 1,
-        "sliding_window": 9,
-        "max_shard_size": "30KB",
-        "tie_word_embeddings": False,
-    },
-    "mixtral_all": {
-        "model_type": "mixtral",
-        "num_local_experts": 3,
-        "num_experts_per_tok": 3,
-        "intermediate_size": 32,
-        "save_original_format": False,
-    },
-    "qwen3_moe": {  # experts, MLP, experts, MLP, MLP, MLP
-        "model_type": "qwen3_moe",
-        "num_hidden_layers": 6,
-        "num_experts": 7,
-        "num_experts_per_tok": 3,
-        "moe_intermediate_size": 21,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [1, 3, 4, 5],
-        "norm_topk_prob": True,
-        "attention_bias": True,
-        "head_dim": 14,
+    "mixtral": variant("mixtral", num_local_experts=5, top_k=2, features=35),
+    "mixtral_one": variant(
+        "mixtral", num_local_experts=3, top_k=1, window=9, max_shard_size="30KB", tied=False
+    ),
+    "mixtral_all": variant(
+        "mixtral", num_local_experts=3, top_k=3, features=32, save_original_format=False
+    ),
+    "qwen3_moe": {
+        **variant("qwen3_moe", 6, num_experts=7, top_k=3, moe_intermediate_size=21, head_dim=14),
+        # Experts, MLP, experts, MLP, MLP, MLP.
+        **{"decoder_sparse_step": 1, "mlp_only_layers": [1, 3, 4, 5]},
+        **{"norm_topk_prob": True, "attention_bias": True},
     },
     "qwen3_moe_sliding": {
-        "model_type": "qwen3_moe",
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 64,
-        "decoder_sparse_step": 2,
-        "use_sliding_window": True,
-        "sliding_window": 13,
-        "save_original_format": False,
+        **variant("qwen3_moe", num_experts=4, top_k=2, moe_intermediate_size=64),
+        **sliding(13, decoder_sparse_step=2, save_original_format=False),
     },
     "gpt_oss": {
-        "model_type": "gpt_oss",
-        "num_hidden_layers": 4,
-        "num_local_experts": 6,
-        "num_experts_per_tok": 3,
-        "intermediate_size": 31,
-        "sliding_window": 11,
-        "swiglu_limit": 0.8,
-        "tie_word_embeddings": False,
-        "rope_parameters": YARN | {"truncate": False},
+        **variant("gpt_oss", 4, num_local_experts=6, top_k=3, features=31, window=11, tied=False),
+        **{"swiglu_limit": 0.8, "rope_parameters": YARN | {"truncate": False}},
     },
     "gpt_oss_odd": {
-        "model_type": "gpt_oss",
-        "hidden_size": 37,
-        "num_local_experts": 3,
-        "num_experts_per_tok": 1,
-        "num_attention_heads": 3,
-        "num_key_value_heads": 1,
-        "head_dim": 10,
-        "swiglu_alpha": 1.1,
-        "layer_types": ["full_attention", "full_attention", "sliding_attention"],
-        "sliding_window": 5,
+        **variant("gpt_oss", "ffs", hidden=37, heads=3, kv_heads=1, head_dim=10, window=5),
+        **{"num_local_experts": 3, "num_experts_per_tok": 1, "swiglu_alpha": 1.1},
     },
-    "gpt_oss_mxfp4": {
-        "model_type": "gpt_oss",
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "num_local_experts": 3,
-        "num_experts_per_tok": 2,
-        "intermediate_size": 32,
-        "sliding_window": 7,
-    },
-    "deepseek_v2_moe": _LATENT
-    | {
-        "model_type": "deepseek_v2",
-        "first_k_dense_replace": 1,
-        "q_lora_rank": None,
-        "n_routed_experts": 9,
-        "num_experts_per_tok": 4,
-        "n_shared_experts": 2,
-        "moe_intermediate_size": 23,
-        "topk_method": "group_limited_greedy",
-        "n_group": 3,
-        "topk_group": 2,
-        "routed_scaling_factor": 3.5,
-    },
-    "deepseek_v2_greedy": _LATENT
-    | {
-        "model_type": "deepseek_v2",
-        "q_lora_rank": 20,
-        "n_routed_experts": 5,
-        "num_experts_per_tok": 2,
-        "n_shared_experts": 1,
-        "moe_intermediate_size": 32,
-        "n_group": 5,
-        "topk_group": 1,
-        "save_original_format": False,
-    },
-    "deepseek_v3_moe": _LATENT
-    | {
-        "model_type": "deepseek_v3",
-        "first_k_dense_replace": 1,
-        "q_lora_rank": 22,
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 3,
-        "n_shared_experts": 3,
-        "moe_intermediate_size": 18,
-        "n_group": 4,
-        "topk_group": 2,
-    },
-    "deepseek_v3_scaled": _LATENT
-    | {
-        "model_type": "deepseek_v3",
-        "first_k_dense_replace": 0,
-        "q_lora_rank": 22,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "n_shared_experts": 1,
-        "moe_intermediate_size": 40,
-        "n_group": 1,
-        "topk_group": 1,
-        "norm_topk_prob": False,
-        "routed_scaling_factor": 1.5,
-        "save_original_format": False,
-    },
+    "gpt_oss_mxfp4": variant(
+        "gpt_oss", 2, hidden=64, num_local_experts=3, top_k=2, features=32, window=7
+    ),
+    "deepseek_v2_moe": _deepseek(2, (9, 4, 2, 23), (3, 2), q_lora_rank=None)
+    | {"first_k_dense_replace": 1, "topk_method": "group_limited_greedy"}
+    | {"routed_scaling_factor": 3.5},
+    "deepseek_v2_greedy": _deepseek(
+        2, (5, 2, 1, 32), (5, 1), q_lora_rank=20, save_original_format=False
+    ),
+    "deepseek_v3_moe": _deepseek(3, (8, 3, 3, 18), (4, 2), q_lora_rank=22, first_k_dense_replace=1),
+    "deepseek_v3_scaled": _deepseek(3, (4, 2, 1, 40), (1, 1), q_lora_rank=22)
+    | {"first_k_dense_replace": 0, "norm_topk_prob": False, "routed_scaling_factor": 1.5}
+    | {"save_original_format": False},
     "llama4": {
-        "model_type": "llama4_text",
-        "num_hidden_layers": 6,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "interleave_moe_layer_step": 2,
-        "intermediate_size": 36,
-        "intermediate_size_mlp": 50,
-        "no_rope_layer_interval": 3,
-        "attention_chunk_size": 14,
-        "floor_scale": 8,
-        "attn_scale": 0.3,
-        "rms_norm_eps": 0.1,
+        **variant("llama4_text", 6, num_local_experts=4, top_k=2, features=36, tied=False),
+        **{"interleave_moe_layer_step": 2, "intermediate_size_mlp": 50},
+        **{"no_rope_layer_interval": 3, "attention_chunk_size": 14},
+        **{"floor_scale": 8, "attn_scale": 0.3, "rms_norm_eps": 0.1},
         "rope_parameters": YARN | {"attention_factor": 1.7},  # which the norm of a head cancels
-        "tie_word_embeddings": False,
     },
     "llama4_maverick": {
-        "model_type": "llama4_text",
-        "num_local_experts": 5,
-        "num_experts_per_tok": 1,
-        "moe_layers": [0, 2],
-        "intermediate_size": 33,
-        "intermediate_size_mlp": 45,
-        "no_rope_layers": [1, 0, 1],
-        "attention_chunk_size": 32,
-        "use_qk_norm": False,
-        "attn_temperature_tuning": False,
-        "attention_bias": True,
+        **variant("llama4_text", num_local_experts=5, top_k=1, features=33, moe_layers=[0, 2]),
+        **{"intermediate_size_mlp": 45, "no_rope_layers": [1, 0, 1], "attention_chunk_size": 32},
+        **{"use_qk_norm": False, "attn_temperature_tuning": False, "attention_bias": True},
     },
 }

@@ -19,124 +19,60 @@ from tokenizers.trainers import BpeTrainer
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from .expert_models import EXPERT_VARIANTS, YARN
-from .family_variants import FAMILY_VARIANTS, LENGTH_VARIANTS
+from .family_variants import BIASES, FAMILY_VARIANTS, LENGTH_VARIANTS, sliding, variant
 
 LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
+    **{"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0},
+    **{"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32},
 }
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 
 VARIANTS: dict[str, dict[str, Any]] = {
     # Six query heads over two kv heads, and 6 * 16 != 48.
     "base": {},
-    "micro": {
-        "vocab_size": 31,
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 8,
-    },
+    "micro": variant(layers=1, vocab=31, hidden=16, features=24, heads=2, kv_heads=1, head_dim=8),
     # Everything at once that a compiled engine can stumble over.
     "odd": {
-        "vocab_size": 131,
-        "hidden_size": 21,
-        "intermediate_size": 37,
-        "num_attention_heads": 3,
-        "num_key_value_heads": 1,
-        "head_dim": 10,
-        "tie_word_embeddings": False,
-        "attention_bias": True,
-        "mlp_bias": True,
-        "rope_parameters": LLAMA3_ROPE,
-        "max_shard_size": "20KB",
+        **variant(vocab=131, hidden=21, features=37, heads=3, kv_heads=1, head_dim=10, tied=False),
+        **{"rope_parameters": LLAMA3_ROPE, "max_shard_size": "20KB", **BIASES},
     },
     # Rows of whole blocks of 128, and of blocks and a part of one.
-    "wide": {
-        "hidden_size": 128,
-        "intermediate_size": 300,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-        "head_dim": 40,
-    },
-    "one_kv_head": {"num_key_value_heads": 1, "tie_word_embeddings": False},
-    "as_many_kv_heads": {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": None},
-    "biases": {"attention_bias": True, "mlp_bias": True},
-    "sharded": {"max_shard_size": "50KB", "tie_word_embeddings": False},
-    "llama3_rope": {"rope_parameters": LLAMA3_ROPE},
-    "linear_rope": {"rope_parameters": LINEAR_ROPE},
-    "text": {"vocab_size": 320, "num_hidden_layers": 2},
+    "wide": variant(layers=1, hidden=128, features=300, heads=4, head_dim=40),
+    "one_kv_head": variant(kv_heads=1, tied=False),
+    "as_many_kv_heads": variant(heads=4, kv_heads=4, head_dim=None),
+    "biases": BIASES,
+    "sharded": variant(max_shard_size="50KB", tied=False),
+    "llama3_rope": variant(rope=LLAMA3_ROPE),
+    "linear_rope": variant(rope=LINEAR_ROPE),
+    "text": variant(layers=2, vocab=320),
     # Other families. Prompts of the tests are longer than several of their windows.
-    "qwen3": {
-        "model_type": "qwen3",
-        "num_hidden_layers": 6,  # of which the last two slide: three groups of two layers
-        "use_sliding_window": True,
-        "sliding_window": 11,
-        "max_window_layers": 4,
-        "head_dim": 14,
-        "attention_bias": True,
-    },
-    "qwen3_yarn": {
-        "model_type": "qwen3",
-        "tie_word_embeddings": False,
-        "rope_parameters": YARN,
-    },
-    "mistral": {
-        "model_type": "mistral",
-        "sliding_window": 13,
-        "head_dim": 20,
-        "tie_word_embeddings": False,
-    },
-    "mistral_full": {"model_type": "mistral", "sliding_window": None},
+    # Of these layers the last two slide: three groups of two layers.
+    "qwen3": variant("qwen3", 6, head_dim=14, attention_bias=True)
+    | sliding(11, max_window_layers=4),
+    "qwen3_yarn": variant("qwen3", tied=False, rope=YARN),
+    "mistral": variant("mistral", window=13, head_dim=20, tied=False),
+    "mistral_full": variant("mistral", window=None),
     "gemma2": {
-        "model_type": "gemma2",
-        "num_hidden_layers": 4,
-        "sliding_window": 9,
-        "query_pre_attn_scalar": 24,
-        "attn_logit_softcapping": 3.0,
-        "final_logit_softcapping": 7.0,
+        **variant("gemma2", 4, window=9, query_pre_attn_scalar=24),
+        **{"attn_logit_softcapping": 3.0, "final_logit_softcapping": 7.0},
     },
     "gemma3": {
-        "model_type": "gemma3_text",
-        "num_hidden_layers": 7,  # the sixth alone does not slide
-        "sliding_window": 10,
-        "query_pre_attn_scalar": 20,
+        **variant("gemma3_text", 7, window=10, query_pre_attn_scalar=20),  # the sixth is full
         "rope_parameters": {
             "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         },
     },
     "deepseek_v2": {
-        "model_type": "deepseek_v2",
-        "num_key_value_heads": 6,
-        "first_k_dense_replace": 3,
-        "q_lora_rank": None,
-        "kv_lora_rank": 24,
-        "qk_nope_head_dim": 10,
-        "qk_rope_head_dim": 6,
-        "v_head_dim": 14,
-        "attention_bias": True,
-        "mlp_bias": True,
+        **variant("deepseek_v2", kv_heads=6, first_k_dense_replace=3, q_lora_rank=None, **BIASES),
+        **{"kv_lora_rank": 24, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 14},
         "rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.9},
     },
     "deepseek_v3": {
-        "model_type": "deepseek_v3",
-        "num_key_value_heads": 6,
-        "head_dim": 8,
-        "first_k_dense_replace": 3,
-        "q_lora_rank": 22,
-        "kv_lora_rank": 18,
-        "qk_nope_head_dim": 9,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 12,
+        **variant("deepseek_v3", kv_heads=6, head_dim=8, first_k_dense_replace=3, tied=False),
+        **{"q_lora_rank": 22, "kv_lora_rank": 18, "v_head_dim": 12},
+        **{"qk_nope_head_dim": 9, "qk_rope_head_dim": 8},
         "rms_norm_eps": 1e-3,  # of the norms between layers only
-        "tie_word_embeddings": False,
         "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
     },
     **FAMILY_VARIANTS,
@@ -144,16 +80,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     **EXPERT_VARIANTS,
 }
 BASE: dict[str, Any] = {
-    "vocab_size": 97,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 256,
-    "pad_token_id": None,
-    "tie_word_embeddings": True,
+    **{"vocab_size": 97, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3},
+    **{"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16},
+    **{"max_position_embeddings": 256, "pad_token_id": None, "tie_word_embeddings": True},
 }
 EOS_TOKEN_IDS = [13, 22]
 
