@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from stepgraph.runtime import kernels
 from stepgraph.runtime.kernels import Routing, packed_experts, reference_experts, reference_route
 from stepgraph.runtime.kernels.ops import experts as module
+from stepgraph.runtime.kernels.ops.experts import reference_choice
 from stepgraph.runtime.kernels.ops.experts_operator import opaque_experts
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -58,13 +59,22 @@ def mixtures(
     )
 
 
+def choice(
+    mixture: Mixture, x_TD: torch.Tensor, live_T: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weights and experts of each token."""
+    op, tensors, _ = mixture
+    bias = None if tensors.router_bias is None else tensors.router_bias.float()
+    logits_TR = torch.nn.functional.linear(x_TD.float(), tensors.router.float(), bias)
+    return reference_choice(op, logits_TR, tensors.correction, live_T)
+
+
 def by_block(
     mixture: Mixture, x_TD: torch.Tensor, live_T: torch.Tensor | None = None
 ) -> torch.Tensor:
     """The form of devices other than a CPU."""
     op, tensors, _ = mixture
-    chosen = module._chosen(op, x_TD, tensors, live_T)
-    return module._by_block(op, x_TD, tensors, *chosen)
+    return module._by_block(op, x_TD, tensors, *choice(mixture, x_TD, live_T))
 
 
 @settings(max_examples=40, deadline=None)
@@ -232,7 +242,7 @@ def test_padding_and_experts_that_are_not_chosen_are_not_read(
     op, live_T, x = mixture.op, torch.tensor(live), inputs(mixture, 9)
     expected = packed_experts(op, x, packed(mixture)) * live_T[:, None]
     if op.shared == 0:
-        _, chosen = module._chosen(op, x[live_T], mixture.tensors, None)
+        _, chosen = choice(mixture, x[live_T])
         stacked = mixture.tensors.by_expert(op.total)
         weights = stacked.gate_up if stacked.gate_up_scales is None else stacked.gate_up_scales
         for expert in set(range(op.total)) - set(chosen.flatten().tolist()):
