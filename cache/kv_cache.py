@@ -98,7 +98,7 @@ class KVCache:
             chunk: maximum tokens of a request that one step computes.
             host_blocks: blocks of the host cache.
         """
-        self._pool = BlockPool(num_blocks)
+        self.pool = BlockPool(num_blocks)
         self._groups = tuple(groups)
         self._windows = [
             (group.index, group.window) for group in groups if group.window is not None
@@ -120,27 +120,27 @@ class KVCache:
     @property
     def num_free_blocks(self) -> int:
         """Blocks that no request holds, including those with cached contents."""
-        return self._pool.num_free
+        return self.pool.num_free
 
     @property
     def num_held_blocks(self) -> int:
         """Blocks that requests hold."""
-        return self._pool.num_blocks - 1 - self._pool.num_free
+        return self.pool.num_blocks - 1 - self.pool.num_free
 
     @property
     def usable_blocks(self) -> int:
         """Blocks that requests can hold: all but the null block."""
-        return self._pool.num_blocks - 1
+        return self.pool.num_blocks - 1
 
     @property
     def num_cached_blocks(self) -> int:
         """Blocks, held or free, whose contents can be shared."""
-        return self._pool.num_published
+        return self.pool.num_published
 
     @property
     def num_evictions(self) -> int:
         """Cached blocks that were allocated again, losing their contents."""
-        return self._pool.num_evictions
+        return self.pool.num_evictions
 
     def most_blocks(self, num_tokens: int) -> int:
         """Maximum blocks, over all groups, that a request of `num_tokens` tokens holds at once."""
@@ -155,7 +155,7 @@ class KVCache:
         prefix; without such a group the first one.
         """
         full = next((group.index for group in self._groups if group.window is None), 0)
-        return self._pool.cached_keys(), self._suffixes[full]
+        return self.pool.cached_keys(), self._suffixes[full]
 
     def num_shareable(
         self, num_tokens: int, hashes: PrefixHashes, reusable_tokens: int | None
@@ -203,13 +203,13 @@ class KVCache:
         lengths = [
             self._columns(num_tokens if group.window is None else stop) for group in self._groups
         ]
-        if self._needed(num_tokens, lengths, tables) + headroom > self._pool.num_free:
+        if self._needed(num_tokens, lengths, tables) + headroom > self.pool.num_free:
             return None
         firsts = [sum(block == NULL_BLOCK for block in table) for table in tables]
         for table, first in zip(tables, firsts, strict=True):
-            self._pool.share(table[first:])
+            self.pool.share(table[first:])
         new = [
-            self._pool.allocate(max(0, length - len(table)))
+            self.pool.allocate(max(0, length - len(table)))
             for table, length in zip(tables, lengths, strict=True)
         ]
         for table, blocks in zip(tables, new, strict=True):
@@ -238,12 +238,12 @@ class KVCache:
         held = self._held[request_id]
         if num_tokens <= held.room:
             return []
-        if self.lacking(request_id, num_tokens) > self._pool.num_free:
+        if self.lacking(request_id, num_tokens) > self.pool.num_free:
             return None
         changes: list[TableChange] = []
         columns = self._columns(num_tokens)
         for group, table in enumerate(held.tables):
-            for block in self._pool.allocate(max(0, columns - len(table))):
+            for block in self.pool.allocate(max(0, columns - len(table))):
                 changes.append((group, len(table), block))
                 table.append(block)
         held.room = columns * self.block_size
@@ -286,7 +286,7 @@ class KVCache:
             table, begin = held.tables[group], held.firsts[group]
             end = min(self._first_column(group, position), len(table))
             if begin < end:
-                self._pool.free(reversed(table[begin:end]))
+                self.pool.free(reversed(table[begin:end]))
                 table[begin:end] = [NULL_BLOCK] * (end - begin)
                 held.firsts[group] = end
                 changes += [(group, column, NULL_BLOCK) for column in range(begin, end)]
@@ -301,7 +301,7 @@ class KVCache:
         """
         held = self._held.pop(request_id, None)
         if held is not None:
-            self._pool.free(
+            self.pool.free(
                 table[column]
                 for column in range(max(map(len, held.tables)) - 1, -1, -1)
                 for table, first in zip(held.tables, held.firsts, strict=True)
@@ -324,7 +324,7 @@ class KVCache:
 
     def find(self, hashes: PrefixHashes, column: int, group: int) -> int | None:
         """Return the published block of a group with the contents of a sequence in a column."""
-        return self._pool.find(hashes[column] + self._suffixes[group])
+        return self.pool.find(hashes[column] + self._suffixes[group])
 
     def publish(self, request_id: str, hashes: PrefixHashes, num_tokens: int) -> None:
         """Make the full blocks of the request's first `num_tokens` tokens shareable.
@@ -336,7 +336,7 @@ class KVCache:
         if end > held.published:
             for suffix, table, first in zip(self._suffixes, held.tables, held.firsts, strict=True):
                 for column in range(max(held.published, first), end):
-                    self._pool.publish(table[column], hashes[column] + suffix)
+                    self.pool.publish(table[column], hashes[column] + suffix)
             held.published = end
 
     def verify(self, request_id: str, hashes: PrefixHashes, num_tokens: int) -> None:
@@ -351,7 +351,7 @@ class KVCache:
             for group, suffix in enumerate(self._suffixes):
                 first = self._first_column(group, num_tokens - 1)
                 for column in range(max(held.verified, first), end):
-                    self._pool.verify(hashes[column] + suffix)
+                    self.pool.verify(hashes[column] + suffix)
             held.verified = end
 
     def withdraw(self, hashes: PrefixHashes, num_tokens: int) -> None:
@@ -361,11 +361,11 @@ class KVCache:
         """
         for suffix in self._suffixes:
             for column in range(num_tokens // self.block_size, len(hashes)):
-                self._pool.withdraw(hashes[column] + suffix)
+                self.pool.withdraw(hashes[column] + suffix)
 
     def forget_contents(self) -> None:
         """Drop all cached contents. Requests keep the blocks they hold."""
-        self._pool.forget_contents()
+        self.pool.forget_contents()
 
     def swap_out(self, request_id: str, num_tokens: int) -> list[tuple[int, int]] | None:
         """Release a request and reserve host blocks for its `num_tokens` computed tokens.
@@ -517,12 +517,12 @@ class KVCache:
             shared = [block for block in table if block != NULL_BLOCK]
             peak = group.most_blocks(num_tokens, self.block_size, self._chunk)
             needed += max(length - len(table), peak - len(shared))
-            needed += self._pool.count_free(shared)
+            needed += self.pool.count_free(shared)
         return needed
 
     def check_integrity(self) -> None:
         """Assert that pool, tables and host blocks agree; no swapped request holds blocks."""
-        self._pool.check_integrity()
+        self.pool.check_integrity()
         holders: Counter[int] = Counter()
         for request_id, held in self._held.items():
             for table, first in zip(held.tables, held.firsts, strict=True):
@@ -539,9 +539,9 @@ class KVCache:
             )
         assert NULL_BLOCK not in holders, "a block table holds the null block"
         for block, count in holders.items():
-            assert self._pool.ref_count(block) == count, (
+            assert self.pool.ref_count(block) == count, (
                 f"block {block} is in {count} block tables, "
-                f"the pool counts {self._pool.ref_count(block)} holders"
+                f"the pool counts {self.pool.ref_count(block)} holders"
             )
         assert len(holders) == self.num_held_blocks, (
             f"{len(holders)} blocks are in block tables, {self.num_held_blocks} are held"

@@ -458,7 +458,8 @@ class StepLoop:
             counts["swapped_in"] += len(found.swap_in)
         if not (plan.prefill or plan.decode):
             return None
-        plan.blocks_in_use = self.scheduler.cache.num_held_blocks
+        pool = self.scheduler.cache.pool
+        plan.blocks_in_use = pool.num_blocks - 1 - pool.num_free
         with ranges.span(ranges.LAUNCH, len(plan.decode) or plan.prefill_tokens):
             step = self.runner.launch(self.num_steps, plan)
         self.num_steps += 1

@@ -785,7 +785,7 @@ def start_parts(
         captured = CapturePeaks(resolved.device) if resolved.mode == "graph" else None
         compiles = resolved.compiled and (model.stack is None or kernels.sampler == "torch")
         with (
-            runner.own_threads or nullcontext(),
+            runner.own_threads,
             progress_bar("preparing steps", shown=progress) as report,
             compile_settings() if compiles else nullcontext(),
         ):

@@ -25,7 +25,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ...graphs.buffers import TensorSpec
+from ...graphs.buffers import StaticBuffers, TensorSpec
+from ...profiling import ranges
 from ..kernels.ops.token_masks import MASK_BITS
 from ..models.config import DecoderConfig
 from ..models.plan import plan_of
@@ -38,6 +39,7 @@ from .step_key import MOST_VERIFIED_TOKENS, most_table_updates
 __all__ = [
     "DraftInputs",
     "EmbedInputs",
+    "InputWriter",
     "MaskState",
     "PrefillChunk",
     "RowState",
@@ -503,3 +505,110 @@ def write_embeds(chunks: Sequence[PrefillChunk], host: EmbedInputs[Any]) -> None
 def write_table_updates(updates: Sequence[TableUpdate], host: StepInputs[Int64Array]) -> None:
     """Write the beginning of `table_updates`; only that part is read."""
     host.table_updates[: len(updates)] = updates
+
+
+class InputWriter:
+    """Writes the changed inputs of steps, and copies them to the device."""
+
+    def __init__(
+        self, config: ResolvedConfig, num_groups: int, hidden_size: int, state: RowState
+    ) -> None:
+        """Allocate the buffers.
+
+        Args:
+            config: of the engine.
+            num_groups: layer groups of the cache.
+            hidden_size: of the model.
+            state: whose block tables are updated.
+        """
+        self._state = state
+        layouts, device = input_layouts(config, num_groups, hidden_size), config.device
+        self.inputs = StaticBuffers.allocate(StepInputs[torch.Tensor], layouts["steps"], device)
+        self._host: StepInputs[Int64Array] = self.inputs.arrays(StepInputs[Int64Array])
+        self._buffers: dict[str, StaticBuffers[Any]] = {"steps": self.inputs}
+        """Of every step and, where there are any, of embeddings and drafts."""
+        self.embeds: StaticBuffers[EmbedInputs[torch.Tensor]] | None = None
+        if "embeds" in layouts:
+            self.embeds = StaticBuffers.allocate(
+                EmbedInputs[torch.Tensor], layouts["embeds"], device
+            )
+            self._buffers["embeds"] = self.embeds
+        self.drafts: StaticBuffers[DraftInputs[torch.Tensor]] | None = None
+        if "drafts" in layouts:
+            self.drafts = StaticBuffers.allocate(
+                DraftInputs[torch.Tensor], layouts["drafts"], device
+            )
+            self._buffers["drafts"] = self.drafts
+        self._written_drafts: tuple[list[list[int]], list[int]] = ([], [])
+        self._embeds_shown = False  # set by the last prefill step
+        self.decode_rows: list[int] = []
+        """As last written."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers on the device."""
+        return sum(buffers.nbytes for buffers in self._buffers.values())
+
+    def addresses(self) -> dict[str, int]:
+        """Return the device address of each field of the buffers, which must never change."""
+        return {
+            f"{name}.{field}": address
+            for name, buffers in self._buffers.items()
+            for field, address in buffers.addresses().items()
+        }
+
+    def write(
+        self,
+        rows: list[int],
+        updates: Sequence[TableUpdate],
+        chunks: Sequence[PrefillChunk],
+        size: int,
+    ) -> None:
+        """Write the decoding rows, updates of block tables, and the chunks of a step of `size`."""
+        most = self._host.table_updates.shape[0]
+        while len(updates) > most:
+            self._copy_updates(updates[:most])
+            updates = updates[most:]
+        with ranges.span(ranges.PREPARE, len(rows)):
+            self.inputs.begin_write()
+            if rows != self.decode_rows:
+                write_decode_rows(rows, self._state.null_row, self._host)
+                self.decode_rows = rows
+            if chunks:
+                write_prefill(chunks, self._state.null_row, size, self._host)
+                self._write_embeds(chunks)
+        self._copy_updates(updates)
+
+    def write_drafts(self, drafts: Sequence[Sequence[int]], stops: Sequence[int]) -> None:
+        """Write and copy the drafts of the decoding rows, in their order; see `DraftInputs`.
+
+        They seldom change where rows keep their drafts on the device.
+        """
+        assert self.drafts is not None, "a verify step without speculation"
+        written = [list(own) for own in drafts], list(stops)
+        if written != self._written_drafts:
+            self.drafts.begin_write()
+            write_drafts(drafts, stops, self.drafts.arrays(DraftInputs[Int64Array]))
+            self.drafts.copy_to_device()
+            self._written_drafts = written
+
+    def _write_embeds(self, chunks: Sequence[PrefillChunk]) -> None:
+        """Copy the embeddings of the chunks, or clear the mask of the last prefill step."""
+        if self.embeds is None:
+            return
+        shown = any(chunk.embeds for chunk in chunks)
+        if shown or self._embeds_shown:
+            self.embeds.begin_write()
+            write_embeds(chunks, self.embeds.arrays(EmbedInputs[npt.NDArray[Any]]))
+            self.embeds.copy_to_device()
+        self._embeds_shown = shown
+
+    def _copy_updates(self, updates: Sequence[TableUpdate]) -> None:
+        """Copy the inputs to the device, and update the block tables."""
+        if updates:
+            self.inputs.begin_write()
+            write_table_updates(updates, self._host)
+        with ranges.span(ranges.COPY, self.inputs.nbytes):
+            self.inputs.copy_to_device()
+        if updates:
+            self._state.update_tables(self.inputs.device.table_updates[: len(updates)])

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial, wraps
-from itertools import chain
+from itertools import chain, repeat
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, NamedTuple, ParamSpec, TypeVar
 
 import numpy.typing as npt
@@ -21,37 +22,24 @@ import torch
 from ...cache.arena import Arena, HostArena
 from ...cache.blocks import NULL_BLOCK
 from ...cache.spec import LayerGroup
-from ...graphs.buffers import StaticBuffers
 from ...graphs.steps import CudaGraphCapturer, Step, StepLibrary
 from ...profiling import ranges
 from ..distributed.rank_group import RankGroup
 from ..errors import RankError
-from ..kernels.cpu.threads import TorchThreads, limit_threads
+from ..kernels.cpu import threads as operator_threads
+from ..kernels.cpu.threads import TorchThreads
 from ..models.drafters.drafter import Drafter
 from ..models.resolved_config import ResolvedConfig
 from ..models.transformers.decoder import DecoderModel
 from ..progress import progress_bar
+from ..request import Request
 from ..sampling.sampling_state import RowParameters
-from ..scheduling.plan import Proposed, StepPlan, TableUpdate
-from .inputs import (
-    DraftInputs,
-    EmbedInputs,
-    Int64Array,
-    PrefillChunk,
-    RowState,
-    StepInputs,
-    input_layouts,
-    write_decode_rows,
-    write_drafts,
-    write_embeds,
-    write_prefill,
-    write_table_updates,
-)
+from ..scheduling.plan import StepPlan, TableUpdate
+from .inputs import InputWriter, PrefillChunk, RowState
 from .outputs import (
     HostOutputs,
     LaunchedStep,
     Sampled,
-    Score,
     prompt_scores,
     proposed_drafts,
     report_token_ids,
@@ -59,7 +47,7 @@ from .outputs import (
 )
 from .prompt_scorer import PromptScorer
 from .step_functions import DraftStep, StepFunctions
-from .step_key import PlannedPart, PlanParts, StepKey, StepOutput, StepSizes
+from .step_key import PlannedPart, StepKey, StepOutput, StepSizes
 from .token_masks import HostMasks, TokenMasks
 
 if TYPE_CHECKING:
@@ -68,7 +56,6 @@ if TYPE_CHECKING:
 __all__ = [
     "BlockCopies",
     "DrafterCache",
-    "InputWriter",
     "RankPlan",
     "Runner",
     "follow",
@@ -200,113 +187,6 @@ class BlockCopies:
                 host.swap_in(pairs)
 
 
-class InputWriter:
-    """Writes the changed inputs of steps, and copies them to the device."""
-
-    def __init__(
-        self, config: ResolvedConfig, num_groups: int, hidden_size: int, state: RowState
-    ) -> None:
-        """Allocate the buffers.
-
-        Args:
-            config: of the engine.
-            num_groups: layer groups of the cache.
-            hidden_size: of the model.
-            state: whose block tables are updated.
-        """
-        self._state = state
-        layouts, device = input_layouts(config, num_groups, hidden_size), config.device
-        self.inputs = StaticBuffers.allocate(StepInputs[torch.Tensor], layouts["steps"], device)
-        self._host: StepInputs[Int64Array] = self.inputs.arrays(StepInputs[Int64Array])
-        self._buffers: dict[str, StaticBuffers[Any]] = {"steps": self.inputs}
-        """Of every step and, where there are any, of embeddings and drafts."""
-        self.embeds: StaticBuffers[EmbedInputs[torch.Tensor]] | None = None
-        if "embeds" in layouts:
-            self.embeds = StaticBuffers.allocate(
-                EmbedInputs[torch.Tensor], layouts["embeds"], device
-            )
-            self._buffers["embeds"] = self.embeds
-        self.drafts: StaticBuffers[DraftInputs[torch.Tensor]] | None = None
-        if "drafts" in layouts:
-            self.drafts = StaticBuffers.allocate(
-                DraftInputs[torch.Tensor], layouts["drafts"], device
-            )
-            self._buffers["drafts"] = self.drafts
-        self._written_drafts: tuple[list[list[int]], list[int]] = ([], [])
-        self._embeds_shown = False  # set by the last prefill step
-        self.decode_rows: list[int] = []
-        """As last written."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the buffers on the device."""
-        return sum(buffers.nbytes for buffers in self._buffers.values())
-
-    def addresses(self) -> dict[str, int]:
-        """Return the device address of each field of the buffers, which must never change."""
-        return {
-            f"{name}.{field}": address
-            for name, buffers in self._buffers.items()
-            for field, address in buffers.addresses().items()
-        }
-
-    def write(
-        self,
-        rows: list[int],
-        updates: Sequence[TableUpdate],
-        chunks: Sequence[PrefillChunk],
-        size: int,
-    ) -> None:
-        """Write the decoding rows, updates of block tables, and the chunks of a step of `size`."""
-        most = self._host.table_updates.shape[0]
-        while len(updates) > most:
-            self._copy_updates(updates[:most])
-            updates = updates[most:]
-        with ranges.span(ranges.PREPARE, len(rows)):
-            self.inputs.begin_write()
-            if rows != self.decode_rows:
-                write_decode_rows(rows, self._state.null_row, self._host)
-                self.decode_rows = rows
-            if chunks:
-                write_prefill(chunks, self._state.null_row, size, self._host)
-                self._write_embeds(chunks)
-        self._copy_updates(updates)
-
-    def write_drafts(self, drafts: Sequence[Sequence[int]], stops: Sequence[int]) -> None:
-        """Write and copy the drafts of the decoding rows, in their order; see `DraftInputs`.
-
-        They seldom change where rows keep their drafts on the device.
-        """
-        assert self.drafts is not None, "a verify step without speculation"
-        written = [list(own) for own in drafts], list(stops)
-        if written != self._written_drafts:
-            self.drafts.begin_write()
-            write_drafts(drafts, stops, self.drafts.arrays(DraftInputs[Int64Array]))
-            self.drafts.copy_to_device()
-            self._written_drafts = written
-
-    def _write_embeds(self, chunks: Sequence[PrefillChunk]) -> None:
-        """Copy the embeddings of the chunks, or clear the mask of the last prefill step."""
-        if self.embeds is None:
-            return
-        shown = any(chunk.embeds for chunk in chunks)
-        if shown or self._embeds_shown:
-            self.embeds.begin_write()
-            write_embeds(chunks, self.embeds.arrays(EmbedInputs[npt.NDArray[Any]]))
-            self.embeds.copy_to_device()
-        self._embeds_shown = shown
-
-    def _copy_updates(self, updates: Sequence[TableUpdate]) -> None:
-        """Copy the inputs to the device, and update the block tables."""
-        if updates:
-            self.inputs.begin_write()
-            write_table_updates(updates, self._host)
-        with ranges.span(ranges.COPY, self.inputs.nbytes):
-            self.inputs.copy_to_device()
-        if updates:
-            self._state.update_tables(self.inputs.device.table_updates[: len(updates)])
-
-
 class RankPlan(NamedTuple):
     """What every rank runs of a plan, as plain data."""
 
@@ -320,6 +200,109 @@ class RankPlan(NamedTuple):
     draft_stops: Sequence[int]
     parts: list[PlannedPart]
     blocks_in_use: int
+
+
+class PlanParts:
+    """Chooses the smallest step for each part of a plan, that of a decode part while it is valid.
+
+    Plans are given in the order of their launches.
+    """
+
+    def __init__(
+        self, sizes: StepSizes, block_size: int, most_positions: int, *, ragged: bool
+    ) -> None:
+        """Choose from the steps of `sizes`.
+
+        Args:
+            sizes: of the prepared steps.
+            block_size: slots of a block.
+            most_positions: slots of the longest row.
+            ragged: whether verify steps pad rows, and not the tokens of a row.
+        """
+        self._sizes, self._block_size = sizes, block_size
+        self._most_positions, self._ragged = most_positions, ragged
+        self._requests: list[Request] = []
+        self.decode_rows: list[int] = []
+        """The rows that the last plan decodes, in their order."""
+        self._full_sampler = self._masked = False
+        self._part: PlannedPart | None = None
+        self._find_longest()
+
+    def of(self, plan: StepPlan) -> list[PlannedPart]:
+        """Return the parts in the order of their launch: decode, then prefill."""
+        if plan.decode is not self._requests:
+            self._requests = plan.decode
+            self.decode_rows = [request.row for request in plan.decode if request.row is not None]
+            assert len(self.decode_rows) == len(plan.decode), "a request that decodes holds a row"
+            self._full_sampler = any(r.params.needs_full_sampler for r in plan.decode)
+            self._masked = any(request.matcher is not None for request in plan.decode)
+            self._find_longest()
+        elif self._changed:
+            self._find_longest()
+        parts = []
+        if plan.drafts or plan.proposes:
+            parts.append(self._verify_part(plan))
+        elif plan.decode:
+            part = self._part
+            assert self._longest is not None, "the plan has no decoding row"
+            stop = self._longest.num_computed + 1
+            if part is None or stop > part.key.read_blocks * self._block_size:
+                rows, blocks = len(plan.decode), -(-stop // self._block_size)
+                key = self._sizes.key(
+                    "decode", rows, blocks, self._full_sampler, masked=self._masked
+                )
+                part = PlannedPart(ranges.REPLAY, key, plan.decode, rows, key.size)
+                self._part = part
+            parts.append(part)
+        if plan.prefill:
+            parts.append(self._prefill_part(plan))
+        return parts
+
+    def _find_longest(self) -> None:
+        """Find the longest row, after verify steps too, which advance rows differently."""
+        self._longest = max(self._requests, key=attrgetter("num_computed"), default=None)
+        self._changed = any(request.num_unsure for request in self._requests)
+        """Whether another row may be longest: in the step after a verify step, and while the host
+        does not know how many tokens one has accepted."""
+        self._part = None
+
+    def _blocks(self, stop: int, drafts: int) -> int:
+        """Return the columns up to `stop`, or after it the newest token and all drafts."""
+        if drafts:
+            stop += 1 + drafts
+        return -(-min(stop, self._most_positions) // self._block_size)
+
+    def _verify_part(self, plan: StepPlan) -> PlannedPart:
+        """The part of a step that drafts, after which another row may be longest."""
+        rows = len(plan.decode)
+        counts = plan.decode_counts or repeat(1, rows)
+        stop = max(r.num_computed + n for r, n in zip(plan.decode, counts, strict=False))
+        self._changed = True
+        key = self._sizes.key(
+            "decode",
+            rows,
+            self._blocks(stop, plan.proposes),
+            self._full_sampler,
+            tokens_per_row=plan.tokens_per_row,
+            drafts=plan.proposes,
+            masked=self._masked,
+        )
+        tokens = plan.decode_tokens
+        room = tokens + key.size - rows if self._ragged else key.tokens_per_row * key.size
+        return PlannedPart(ranges.VERIFY, key, plan.decode, tokens, room)
+
+    def _prefill_part(self, plan: StepPlan) -> PlannedPart:
+        chunks, tokens = plan.prefill, plan.prefill_tokens
+        key = self._sizes.key(
+            "prefill",
+            tokens,
+            self._blocks(max(c.start + c.count for c in chunks), plan.prompt_drafts),
+            any(chunk.request.params.needs_full_sampler for chunk in chunks),
+            drafts=plan.prompt_drafts,
+            masked=any(chunk.samples and chunk.request.matcher is not None for chunk in chunks),
+        )
+        requests = [chunk.request if chunk.samples else None for chunk in chunks]
+        return PlannedPart(ranges.PREFILL, key, requests, tokens, key.size)
 
 
 def _on_all_ranks(
@@ -423,7 +406,7 @@ class Runner:
             model, self.inputs.device.next_ids, max_num_seqs=config.max_num_seqs
         )
         self.threads = None if model.kernels.library is None else config.threads
-        self.own_threads: TorchThreads | None = None
+        self.own_threads: AbstractContextManager[None] = ranges.NOTHING
         """Block in which torch uses no more threads than this rank has: others would spin on the
         cores of other ranks. Code of `torch.compile` keeps the number that it was compiled with."""
         if group is not None and group.rank == 0 and device.type == "cpu":
@@ -549,12 +532,7 @@ class Runner:
     def run(self, key: StepKey) -> StepOutput:
         """Run the step for `key` on all ranks, without a plan; return its output."""
         if self.threads is not None:
-            limit_threads(self.threads)
-        return self._run(key)
-
-    def _run(self, key: StepKey) -> StepOutput:
-        if self.own_threads is None:
-            return self.library.run(key)
+            operator_threads.limit_threads(self.threads)
         with self.own_threads:
             return self.library.run(key)
 
@@ -601,8 +579,8 @@ class Runner:
 
     def execute(self, number: int, work: RankPlan, plan: StepPlan | None = None) -> LaunchedStep:
         """Run the plan of a launch on this rank; see `launch`. Only rank 0 has the whole plan."""
-        if self.threads is not None:
-            limit_threads(self.threads)
+        if self.threads is not None and self.threads != operator_threads.limit:
+            operator_threads.limit_threads(self.threads)  # another engine has set its own
         if work.joined:
             with ranges.span(ranges.PREPARE, len(work.joined)):
                 for joined in work.joined:
@@ -669,7 +647,8 @@ class Runner:
             with span:
                 started = clock()
                 step.launched_ns = step.launched_ns or started
-                output = self._run(key)
+                with self.own_threads:
+                    output = self.library.run(key)
                 if not is_cut:
                     if output.details is not None:
                         report_token_ids(requests, output)
@@ -742,13 +721,8 @@ class Runner:
                 found += output.drafts.token_ids.numpy()[: len(lanes)].tobytes()
         return found
 
-    def read_drafts(self, step: LaunchedStep) -> Iterable[Proposed]:
-        """Return what a launch proposed, after `read`."""
-        return proposed_drafts(step)
-
-    def read_scores(self, step: LaunchedStep) -> Iterable[Score]:
-        """Return the scores of prompt tokens of a launch, after `read`."""
-        return prompt_scores(step)
+    read_drafts = staticmethod(proposed_drafts)
+    read_scores = staticmethod(prompt_scores)
 
     @_on_all_ranks
     def force_token(self, row: int, token_id: int) -> None:

@@ -532,7 +532,25 @@ class StepFunctions:
         # Waiting for masks may take drafts out of the inputs.
         computed_B = counts_B.clone() if thread is not None else counts_B
         if ragged:
-            token_ids, forward, batch = self._forward_ragged(key, rows_B, drafts_BK, computed_B)
+            with operation("inputs"):  # see `kernels/cpu/drafted.py`
+                token_ids, positions_T, slots_GT, rows_T, query_start_loc = (
+                    torch.ops.stepgraph.row_inputs.default(
+                        *(rows_B, drafts_BK, computed_B, state.token_ids, state.positions),
+                        *(state.block_tables, self.block_size),
+                    )
+                )
+                batch = batch_of_slots(
+                    *(state, self.block_size, positions_T, slots_GT, rows_T, rows_B),
+                    key.read_blocks,
+                    query_start_loc=query_start_loc,
+                )
+            with operation("begin"):
+                x_TD = self.model.embed(token_ids)
+            if thread is not None:
+                thread.start()  # not earlier: the thread needs Python's lock to start
+            hidden_TD, features_TF = self._hidden(x_TD, batch, key.drafts > 0)
+            logits_TV = self.model.own_logits(hidden_TD)
+            forward = Forward(logits_TV, rows_T, positions_T, None, features_TF)
         else:
             if thread is not None:
                 thread.start()
@@ -615,37 +633,6 @@ class StepFunctions:
             details = None if output.details is None else output.details.at(lanes_NB)
             tokens_NB = output.tokens.take(lanes_NB) if details is None else details.tokens
             return _packed(StepOutput(tokens_NB, output.logits, details, proposed, accepted_B))
-
-    def _forward_ragged(
-        self,
-        key: StepKey,
-        rows_B: torch.Tensor,
-        drafts_BK: torch.Tensor,
-        counts_B: torch.Tensor,
-    ) -> tuple[torch.Tensor, Forward, RaggedBatch]:
-        """Run rows of `counts_B` tokens without padding; see `kernels/cpu/drafted.py`.
-
-        Also returns the tokens, int64 `[T]`, and their batch.
-        """
-        state = self.state
-        with operation("inputs"):
-            token_ids_T, positions_T, slots_GT, rows_T, query_start_loc = (
-                torch.ops.stepgraph.row_inputs.default(
-                    *(rows_B, drafts_BK, counts_B, state.token_ids, state.positions),
-                    *(state.block_tables, self.block_size),
-                )
-            )
-            batch = batch_of_slots(
-                *(state, self.block_size, positions_T, slots_GT, rows_T, rows_B, key.read_blocks),
-                query_start_loc=query_start_loc,
-            )
-        with operation("begin"):
-            x_TD = self.model.embed(token_ids_T)
-        if key.masked and self._masks_thread is not None:
-            self._masks_thread.start()  # not earlier: the thread needs Python's lock to start
-        hidden_TD, features_TF = self._hidden(x_TD, batch, key.drafts > 0)
-        logits_TV = self.model.own_logits(hidden_TD)
-        return token_ids_T, Forward(logits_TV, rows_T, positions_T, None, features_TF), batch
 
     def _forward_rows(
         self,

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import repeat
-from operator import attrgetter
 from typing import Literal, NamedTuple
 
 import torch
 
 from ...graphs.buckets import Buckets, default_width_buckets
-from ...profiling import ranges
 from ..kernels import Kernels
 from ..models.drafters.drafter import Drafts
 from ..models.resolved_config import ResolvedConfig
 from ..request import Request
 from ..sampling.reference_sampler import SampleOutput
-from ..scheduling.plan import StepPlan
 
 __all__ = [
     "MOST_VERIFIED_TOKENS",
-    "PlanParts",
     "PlannedPart",
     "StepKey",
     "StepOutput",
@@ -74,6 +69,19 @@ class StepOutput:
     accepted: torch.Tensor | None = None
     """int64 `[B]`: tokens that each row of a verify step advanced by, accepted drafts and one more;
     0 or more for padding. None: 1."""
+
+
+class PlannedPart(NamedTuple):
+    """The decode or the prefill part of a step."""
+
+    name: str
+    """Of its range for profilers."""
+    key: StepKey
+    requests: Sequence[Request | None]
+    """Request of each lane; None: a chunk that does not sample."""
+    tokens: int
+    room: int
+    """Tokens that the step computes, padding included."""
 
 
 # The sizes that steps are prepared for, and the smallest one that fits a plan.
@@ -197,122 +205,3 @@ def most_table_updates(config: ResolvedConfig, num_groups: int) -> int:
     tokens = max(config.tokens_per_row, default=1) + config.proposed_drafts
     most_per_step = -(-tokens // config.block_size)
     return num_groups * (2 * config.max_num_seqs * most_per_step + most_per_row)
-
-
-# Chooses the prepared steps that run a plan.
-
-
-class PlannedPart(NamedTuple):
-    """The decode or the prefill part of a step."""
-
-    name: str
-    """Of its range for profilers."""
-    key: StepKey
-    requests: Sequence[Request | None]
-    """Request of each lane; None: a chunk that does not sample."""
-    tokens: int
-    room: int
-    """Tokens that the step computes, padding included."""
-
-
-class PlanParts:
-    """Chooses the smallest step for each part of a plan, that of a decode part while it is valid.
-
-    Plans are given in the order of their launches.
-    """
-
-    def __init__(
-        self, sizes: StepSizes, block_size: int, most_positions: int, *, ragged: bool
-    ) -> None:
-        """Choose from the steps of `sizes`.
-
-        Args:
-            sizes: of the prepared steps.
-            block_size: slots of a block.
-            most_positions: slots of the longest row.
-            ragged: whether verify steps pad rows, and not the tokens of a row.
-        """
-        self._sizes, self._block_size = sizes, block_size
-        self._most_positions, self._ragged = most_positions, ragged
-        self._requests: list[Request] = []
-        self.decode_rows: list[int] = []
-        """The rows that the last plan decodes, in their order."""
-        self._full_sampler = self._masked = False
-        self._part: PlannedPart | None = None
-        self._find_longest()
-
-    def of(self, plan: StepPlan) -> list[PlannedPart]:
-        """Return the parts in the order of their launch: decode, then prefill."""
-        if plan.decode is not self._requests:
-            self._requests = plan.decode
-            self.decode_rows = [request.row for request in plan.decode if request.row is not None]
-            assert len(self.decode_rows) == len(plan.decode), "a request that decodes holds a row"
-            self._full_sampler = any(r.params.needs_full_sampler for r in plan.decode)
-            self._masked = any(request.matcher is not None for request in plan.decode)
-            self._find_longest()
-        elif self._changed:
-            self._find_longest()
-        parts = []
-        if plan.drafts or plan.proposes:
-            parts.append(self._verify_part(plan))
-        elif plan.decode:
-            part = self._part
-            assert self._longest is not None, "the plan has no decoding row"
-            stop = self._longest.num_computed + 1
-            if part is None or stop > part.key.read_blocks * self._block_size:
-                rows, blocks = len(plan.decode), -(-stop // self._block_size)
-                key = self._sizes.key(
-                    "decode", rows, blocks, self._full_sampler, masked=self._masked
-                )
-                part = PlannedPart(ranges.REPLAY, key, plan.decode, rows, key.size)
-                self._part = part
-            parts.append(part)
-        if plan.prefill:
-            parts.append(self._prefill_part(plan))
-        return parts
-
-    def _find_longest(self) -> None:
-        """Find the longest row, after verify steps too, which advance rows differently."""
-        self._longest = max(self._requests, key=attrgetter("num_computed"), default=None)
-        self._changed = any(request.num_unsure for request in self._requests)
-        """Whether another row may be longest: in the step after a verify step, and while the host
-        does not know how many tokens one has accepted."""
-        self._part = None
-
-    def _blocks(self, stop: int, drafts: int) -> int:
-        """Return the columns up to `stop`, or after it the newest token and all drafts."""
-        if drafts:
-            stop += 1 + drafts
-        return -(-min(stop, self._most_positions) // self._block_size)
-
-    def _verify_part(self, plan: StepPlan) -> PlannedPart:
-        """The part of a step that drafts, after which another row may be longest."""
-        rows = len(plan.decode)
-        counts = plan.decode_counts or repeat(1, rows)
-        stop = max(r.num_computed + n for r, n in zip(plan.decode, counts, strict=False))
-        self._changed = True
-        key = self._sizes.key(
-            "decode",
-            rows,
-            self._blocks(stop, plan.proposes),
-            self._full_sampler,
-            tokens_per_row=plan.tokens_per_row,
-            drafts=plan.proposes,
-            masked=self._masked,
-        )
-        tokens = plan.decode_tokens
-        room = tokens + key.size - rows if self._ragged else key.tokens_per_row * key.size
-        return PlannedPart(ranges.VERIFY, key, plan.decode, tokens, room)
-
-    def _prefill_part(self, plan: StepPlan) -> PlannedPart:
-        chunks, tokens = plan.prefill, plan.prefill_tokens
-        key = self._sizes.key(
-            "prefill",
-            tokens,
-            self._blocks(max(c.start + c.count for c in chunks), plan.prompt_drafts),
-            any(chunk.request.params.needs_full_sampler for chunk in chunks),
-            drafts=plan.prompt_drafts,
-            masked=any(chunk.samples and chunk.request.matcher is not None for chunk in chunks),
-        )
-        requests = [chunk.request if chunk.samples else None for chunk in chunks]
-        return PlannedPart(ranges.PREFILL, key, requests, tokens, key.size)

@@ -163,7 +163,7 @@ class Pieces:
             return b""
         if self.byte_level:
             try:
-                return bytes(BYTE_OF_CHAR[char] for char in token)
+                return bytes(map(BYTE_OF_CHAR.__getitem__, token))
             except KeyError:  # an added token, which is plain text
                 return str(token).encode()
         byte = self.byte_of(token_id)

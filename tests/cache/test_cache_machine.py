@@ -67,7 +67,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.uncommitted: list[Job] = []  # their last token is known after the next launch
         self.admitting = False
         self.plan = Plan()
-        self.fresh = record_allocations(self.cache._pool)
+        self.fresh = record_allocations(self.cache.pool)
 
     # Requests ------------------------------------------------------------------------------------
 
@@ -197,7 +197,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.memory.copy_in(plan.admitted)
         for job, _ in plan.admitted:
             self.memory.check_reads(job, job.computed, job.computed)
-        self.memory.write(plan.chunks, self.cache._pool)
+        self.memory.write(plan.chunks, self.cache.pool)
         for job, count in plan.chunks.items():
             for position in range(job.computed, job.computed + count):
                 self.memory.check_reads(job, position, position + 1)

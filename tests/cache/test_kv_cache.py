@@ -23,7 +23,7 @@ def test_tails_go_first_and_groups_in_step() -> None:
     cache.publish("a", hashes, 16)
     assert [cache.block_table("a", g) for g in range(2)] == [[1, 2, 3, 4], [5, 6, 7, 8]]
     cache.release("a")
-    assert cache._pool.allocate(8) == [4, 8, 3, 7, 2, 6, 1, 5]
+    assert cache.pool.allocate(8) == [4, 8, 3, 7, 2, 6, 1, 5]
 
 
 def test_room_that_was_not_computed_is_not_swapped() -> None:

@@ -116,10 +116,6 @@ def brute_force_match(cache: KVCache, windows: Windows, job: Job) -> int:
     return 0
 
 
-def pool_of(cache: KVCache) -> BlockPool:
-    return cache._pool
-
-
 def is_published(pool: BlockPool, block: int) -> bool:
     """Whether a block can be found by its contents."""
     return pool._keys[block] is not None

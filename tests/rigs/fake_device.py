@@ -29,7 +29,7 @@ from stepgraph.runtime.rope_lengths import RopeLengths
 from stepgraph.runtime.scheduling.plan import Preemption, Proposed, StepPlan
 from stepgraph.runtime.scheduling.scheduler import Scheduler
 
-from .cache_rig import is_published, pool_of, record_allocations
+from .cache_rig import is_published, record_allocations
 
 VOCAB = 11
 
@@ -229,7 +229,7 @@ class FakeRunner:
         self.seen: Counter[str] = Counter()  # what has happened, so that tests are not empty
         self._stages: list[str] = []  # of the step under way
         # Blocks handed out since contents were last forgotten.
-        self._fresh = record_allocations(pool_of(scheduler.cache))
+        self._fresh = record_allocations(scheduler.cache.pool)
 
     @property
     def blocks(self) -> FakeRunner:
@@ -392,7 +392,7 @@ class FakeRunner:
 
     def _check_own(self, row: int, position: int, groups: Iterable[int]) -> None:
         """Assert that no other row reads the slots of a position."""
-        pool = pool_of(self.scheduler.cache)
+        pool = self.scheduler.cache.pool
         for group in groups:
             block, _ = self.device.slot(group, row, position)
             assert pool.ref_count(block) == 1, f"block {block} is written, and shared"

@@ -20,7 +20,7 @@ from stepgraph.runtime.scheduling.plan import StepPlan
 from stepgraph.runtime.scheduling.scheduler import Scheduler
 from stepgraph.runtime.scheduling.step_budget import StepBudget
 
-from .cache_rig import is_published, layer_group, pool_of
+from .cache_rig import is_published, layer_group
 from .fake_device import NAN, NO_ROPES, NO_TOKENS, VOCAB, FakeRunner, Windows, oracle
 from .speculation_rig import DeviceDrafts, Guesses, OutputGuesses
 
@@ -213,7 +213,7 @@ class Rig:
 
     def cached_nan(self) -> list[int]:
         """Return the blocks that can be found by content and hold NaN; none is verified."""
-        pool, blocks = pool_of(self.cache), self.runner.device.blocks
+        pool, blocks = self.cache.pool, self.runner.device.blocks
         published = [block for block in range(pool.num_blocks) if is_published(pool, block)]
         found = [block for block in published if NAN in blocks.get(block, {}).values()]
         assert not any(pool._verified[block] for block in found)

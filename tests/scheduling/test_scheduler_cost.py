@@ -81,7 +81,7 @@ def sizes_of(rig: Rig) -> dict[str, int]:
         "loop": rig.loop,
         "requests": rig.loop.requests,
         "cache": rig.cache,
-        "pool": rig.cache._pool,
+        "pool": rig.cache.pool,
         "host": rig.cache.host,
     }
     return {
@@ -109,4 +109,4 @@ def test_nothing_grows_with_time(host_blocks: int) -> None:
         sizes.append(sizes_of(rig))
     assert sizes[0] == sizes[-1]
     assert rig.loop.counts["preemptions"] > 10
-    assert sum(map(len, rig.cache._pool._block_of)) <= rig.cache.usable_blocks
+    assert sum(map(len, rig.cache.pool._block_of)) <= rig.cache.usable_blocks

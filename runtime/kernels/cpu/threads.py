@@ -17,7 +17,8 @@ _TOPOLOGY = "/sys/devices/system/cpu/cpu{}/topology/{}"
 
 torch.library.define("stepgraph::set_thread_limit", "(int threads) -> ()")
 
-_limit = 0
+limit = 0
+"""The threads that operators may use; 0: `limit_threads` has not been called."""
 
 
 def limit_threads(threads: int) -> None:
@@ -26,10 +27,9 @@ def limit_threads(threads: int) -> None:
     The pool is one for the process: it has as many threads as any engine asked for, and an operator
     leaves one of them out for every other thread that runs an operator at the same time.
     """
-    global _limit
-    if threads != _limit:
-        torch.ops.stepgraph.set_thread_limit.default(threads)
-        _limit = threads
+    global limit
+    torch.ops.stepgraph.set_thread_limit.default(threads)
+    limit = threads
 
 
 class TorchThreads:
