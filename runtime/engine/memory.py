@@ -26,8 +26,7 @@ from ...cache.spec import LayerGroup
 from ...graphs.buffers import allocated_bytes
 from ..errors import ConfigError
 from ..execution.inputs import RowState, input_layouts
-from ..execution.outputs import OUTPUT_SETS, HostOutputs
-from ..execution.prompt_scorer import PromptScorer, slice_tokens
+from ..execution.outputs import OUTPUT_SETS, HostOutputs, PromptScorer, slice_tokens
 from ..execution.runner import Runner
 from ..execution.step_key import StepKey, StepSizes
 from ..kernels import Experts, Kernels, reference_experts

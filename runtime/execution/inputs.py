@@ -49,7 +49,6 @@ __all__ = [
     "write_drafts",
     "write_embeds",
     "write_prefill",
-    "write_table_updates",
 ]
 
 
@@ -77,26 +76,6 @@ class MaskState:
     """int64 `[L]`: the positions after which the lanes sample."""
 
     @classmethod
-    def allocate(
-        cls,
-        masks: int,
-        vocab_size: int,
-        device: torch.device,
-        *,
-        lanes: int = 0,
-        own_vocab_size: int = 0,
-        dtype: torch.dtype = torch.float32,
-    ) -> MaskState:
-        """Allocate `masks` masks of rows without a grammar, and logits of `dtype`."""
-        words = -(-vocab_size // MASK_BITS)
-        return cls(
-            torch.full((masks, words), -1, dtype=torch.int32, device=device),
-            torch.zeros(lanes, own_vocab_size, dtype=dtype, device=device),
-            torch.zeros(lanes, dtype=torch.int64, device=device),
-            torch.zeros(lanes, dtype=torch.int64, device=device),
-        )
-
-    @classmethod
     def of(
         cls, config: ResolvedConfig, model: DecoderConfig, device: torch.device
     ) -> MaskState | None:
@@ -108,23 +87,15 @@ class MaskState:
             verified = MOST_VERIFIED_TOKENS if config.tokens_per_row else 0
             lanes = max(config.max_num_seqs, config.max_prefill_rows, verified)
         shard = plan_of(model).shard
-        return cls.allocate(
-            max(config.tokens_per_row, default=1) * (config.max_num_seqs + 1),
-            model.vocab_size,
-            device,
-            lanes=lanes,
-            own_vocab_size=model.vocab_size if shard is None else len(shard.vocab),
-            dtype=config.dtype,
+        own_vocab_size = model.vocab_size if shard is None else len(shard.vocab)
+        masks = max(config.tokens_per_row, default=1) * (config.max_num_seqs + 1)
+        words = -(-model.vocab_size // MASK_BITS)
+        return cls(
+            torch.full((masks, words), -1, dtype=torch.int32, device=device),
+            torch.zeros(lanes, own_vocab_size, dtype=config.dtype, device=device),
+            torch.zeros(lanes, dtype=torch.int64, device=device),
+            torch.zeros(lanes, dtype=torch.int64, device=device),
         )
-
-    def store(
-        self, logits_BV: torch.Tensor, rows_B: torch.Tensor, positions_B: torch.Tensor
-    ) -> None:
-        """Keep the lanes of a step for a `sample` step."""
-        lanes = logits_BV.shape[0]
-        self.logits[:lanes].copy_(logits_BV)
-        self.rows[:lanes].copy_(rows_B)
-        self.positions[:lanes].copy_(positions_B)
 
 
 # State of each row of the decode batch on the device. The host never reads it back.
@@ -502,11 +473,6 @@ def write_embeds(chunks: Sequence[PrefillChunk], host: EmbedInputs[Any]) -> None
         offset += len(chunk.token_ids)
 
 
-def write_table_updates(updates: Sequence[TableUpdate], host: StepInputs[Int64Array]) -> None:
-    """Write the beginning of `table_updates`; only that part is read."""
-    host.table_updates[: len(updates)] = updates
-
-
 class InputWriter:
     """Writes the changed inputs of steps, and copies them to the device."""
 
@@ -523,22 +489,20 @@ class InputWriter:
         """
         self._state = state
         layouts, device = input_layouts(config, num_groups, hidden_size), config.device
-        self.inputs = StaticBuffers.allocate(StepInputs[torch.Tensor], layouts["steps"], device)
-        self._host: StepInputs[Int64Array] = self.inputs.arrays(StepInputs[Int64Array])
-        self._buffers: dict[str, StaticBuffers[Any]] = {"steps": self.inputs}
+        kinds: dict[str, Any] = {
+            "steps": StepInputs[torch.Tensor],
+            "embeds": EmbedInputs[torch.Tensor],
+            "drafts": DraftInputs[torch.Tensor],
+        }
+        self._buffers: dict[str, StaticBuffers[Any]] = {
+            name: StaticBuffers.allocate(kinds[name], specs, device)
+            for name, specs in layouts.items()
+        }
         """Of every step and, where there are any, of embeddings and drafts."""
-        self.embeds: StaticBuffers[EmbedInputs[torch.Tensor]] | None = None
-        if "embeds" in layouts:
-            self.embeds = StaticBuffers.allocate(
-                EmbedInputs[torch.Tensor], layouts["embeds"], device
-            )
-            self._buffers["embeds"] = self.embeds
-        self.drafts: StaticBuffers[DraftInputs[torch.Tensor]] | None = None
-        if "drafts" in layouts:
-            self.drafts = StaticBuffers.allocate(
-                DraftInputs[torch.Tensor], layouts["drafts"], device
-            )
-            self._buffers["drafts"] = self.drafts
+        self.inputs: StaticBuffers[StepInputs[torch.Tensor]] = self._buffers["steps"]
+        self.embeds: StaticBuffers[EmbedInputs[torch.Tensor]] | None = self._buffers.get("embeds")
+        self.drafts: StaticBuffers[DraftInputs[torch.Tensor]] | None = self._buffers.get("drafts")
+        self._host: StepInputs[Int64Array] = self.inputs.arrays(StepInputs[Int64Array])
         self._written_drafts: tuple[list[list[int]], list[int]] = ([], [])
         self._embeds_shown = False  # set by the last prefill step
         self.decode_rows: list[int] = []
@@ -565,10 +529,6 @@ class InputWriter:
         size: int,
     ) -> None:
         """Write the decoding rows, updates of block tables, and the chunks of a step of `size`."""
-        most = self._host.table_updates.shape[0]
-        while len(updates) > most:
-            self._copy_updates(updates[:most])
-            updates = updates[most:]
         with ranges.span(ranges.PREPARE, len(rows)):
             self.inputs.begin_write()
             if rows != self.decode_rows:
@@ -577,7 +537,16 @@ class InputWriter:
             if chunks:
                 write_prefill(chunks, self._state.null_row, size, self._host)
                 self._write_embeds(chunks)
-        self._copy_updates(updates)
+        most = len(self._host.table_updates)
+        for start in range(0, len(updates) or 1, most):
+            part = updates[start : start + most]
+            if part:
+                self.inputs.begin_write()
+                self._host.table_updates[: len(part)] = part
+            with ranges.span(ranges.COPY, self.inputs.nbytes):
+                self.inputs.copy_to_device()
+            if part:
+                self._state.update_tables(self.inputs.device.table_updates[: len(part)])
 
     def write_drafts(self, drafts: Sequence[Sequence[int]], stops: Sequence[int]) -> None:
         """Write and copy the drafts of the decoding rows, in their order; see `DraftInputs`.
@@ -602,13 +571,3 @@ class InputWriter:
             write_embeds(chunks, self.embeds.arrays(EmbedInputs[npt.NDArray[Any]]))
             self.embeds.copy_to_device()
         self._embeds_shown = shown
-
-    def _copy_updates(self, updates: Sequence[TableUpdate]) -> None:
-        """Copy the inputs to the device, and update the block tables."""
-        if updates:
-            self.inputs.begin_write()
-            write_table_updates(updates, self._host)
-        with ranges.span(ranges.COPY, self.inputs.nbytes):
-            self.inputs.copy_to_device()
-        if updates:
-            self._state.update_tables(self.inputs.device.table_updates[: len(updates)])

@@ -1,4 +1,4 @@
-"""A step in flight, and its outputs on the host."""
+"""A step in flight, its outputs on the host, and the scores of prompt tokens."""
 
 from __future__ import annotations
 
@@ -10,13 +10,20 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 
+from ..kernels.ops.draws import largest
+from ..kernels.ops.operation import per_token
+from ..kernels.triton.dependent import dependent_launch
 from ..logprobs import LOWEST_LOGPROB, Float32Array, Int64Array, TokenLogprobs
+from ..models.config import DecoderConfig
 from ..models.drafters.drafter import Drafts
 from ..models.resolved_config import ResolvedConfig
+from ..models.transformers.decoder import DecoderModel
 from ..request import Request
 from ..sampling.reference_sampler import SampleOutput
 from ..sampling_params import MAX_LOGPROBS
 from ..scheduling.plan import Proposed, StepPlan
+from .inputs import PrefillChunk
+from .step_functions import on_device
 from .step_key import PlannedPart, StepKey, StepOutput
 from .token_masks import GrammarEnd
 
@@ -24,6 +31,7 @@ __all__ = [
     "HostOutputs",
     "LaunchedStep",
     "OutputEvents",
+    "PromptScorer",
     "Sampled",
     "Score",
     "current_stream",
@@ -31,6 +39,7 @@ __all__ = [
     "proposed_drafts",
     "report_token_ids",
     "sampled_tokens",
+    "slice_tokens",
 ]
 
 Phase = Literal["decode", "prefill", "sample", "scores"]
@@ -166,7 +175,8 @@ class HostOutputs:
             views.tokens.copy_(output.tokens, non_blocking=True)
         else:
             assert views.details is not None
-            views.details.copy_(details)
+            assert views.details.packed is not None
+            views.details.packed.copy_(details.pack(), non_blocking=True)
         if output.accepted is not None and views.accepted is not None:
             views.accepted.copy_(output.accepted, non_blocking=True)
         if drafts is not None and views.drafts is not None:
@@ -272,22 +282,6 @@ def _of_rows(
             yield Proposed(request, stop, tokens[index], probabilities[index])
 
 
-def prompt_scores(launched: LaunchedStep) -> Iterator[Score]:
-    """Yield the scores of each chunk that has any, once they have arrived. Copy what must last."""
-    if launched.scores is None:
-        return
-    details, offset = launched.scores.details, 0
-    assert details is not None, "scores are log-probabilities"
-    logprobs = details.logprob.numpy()
-    ids, tops = details.top_ids.numpy(), details.top_logprobs.numpy()
-    for chunk in launched.plan.prefill:
-        scored, first = chunk.scored, offset - chunk.start
-        offset += chunk.count
-        if scored:
-            own = slice(first + scored.start, first + scored.stop)
-            yield chunk.request, scored, logprobs[own], ids[own], tops[own]
-
-
 def sampled_tokens(launched: LaunchedStep) -> Iterable[Sampled]:
     """Return the tokens of a launch whose outputs have arrived, by step, then by lane."""
     found: list[Iterable[Sampled]] = []
@@ -331,3 +325,132 @@ def _logprobs(
             top={i: value for i, value in zip(ids, values, strict=True) if value > -math.inf},
         )
     return found
+
+
+# Scores of prompt tokens: log-probabilities after a prefill step, from its hidden states.
+#
+# Prefill steps, captured or not, copy their final hidden states to a buffer. For requests with
+# `prompt_logprobs` the scorer reads that buffer after the step, on the same stream, and computes
+# logits of a few positions at a time, so that memory is bounded:
+#
+#     hidden states [M, hidden_size] -> slice of tokens -> logits -> log-softmax
+#     -> next token, top k
+#
+# Steps without such requests launch nothing of this. The scorer itself is never captured.
+
+MOST_SLICE_TOKENS = 64
+LEAST_SLICE_TOKENS = 16
+
+
+def slice_tokens(max_num_seqs: int) -> int:
+    """Return the positions whose logits exist at a time.
+
+    As many as rows, because their logits then take no more memory than sampling. Not fewer than 16,
+    since every slice reads the whole head, and not more than 64, which gains little.
+    """
+    return min(max(max_num_seqs, LEAST_SLICE_TOKENS), MOST_SLICE_TOKENS)
+
+
+class PromptScorer:
+    """Hidden states of the last prefill step, and the scores computed from them."""
+
+    def __init__(self, model: DecoderModel, next_ids: torch.Tensor, *, max_num_seqs: int) -> None:
+        """Allocate buffers for prefill steps of up to M tokens.
+
+        Args:
+            model: whose head makes the logits.
+            next_ids: int64 `[M]`, see `StepInputs`.
+            max_num_seqs: rows of a decode step.
+        """
+        self._model, self._next_ids = model, next_ids
+        most = len(next_ids)
+        self.hidden, self.scores = self.allocate(most, model.config, model.dtype, model.device)
+        """`[M + 1, hidden_size]`: the first rows are written by prefill steps. The last one never
+        is: without it torch compiles a step that writes all rows separately.
+
+        Lane t scores what follows token t of the step, NaN without a distribution. Undefined in
+        lanes without a score, and in columns that no request needs."""
+        self.slice_tokens = min(slice_tokens(max_num_seqs), most)
+        """Positions whose logits exist at a time."""
+        # One shape on CUDA, so that no kernel is compiled while requests wait.
+        self._pads = model.device.type == "cuda"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        assert self.scores.packed is not None
+        return self.hidden.nbytes + self.scores.packed.nbytes
+
+    @staticmethod
+    def allocate(
+        tokens: int, model: DecoderConfig, dtype: torch.dtype, device: torch.device
+    ) -> tuple[torch.Tensor, SampleOutput]:
+        """Allocate hidden states and scores of prefill steps of up to this number of tokens."""
+        best = min(MAX_LOGPROBS, model.vocab_size)
+        size = SampleOutput.packed_bytes(tokens, best)
+        packed = torch.zeros(size, dtype=torch.uint8, device=device)
+        hidden = torch.zeros(tokens + 1, model.hidden_size, dtype=dtype, device=device)
+        return hidden, SampleOutput.unpack(packed, tokens, best)
+
+    def launch(self, chunks: Sequence[PrefillChunk]) -> StepOutput | None:
+        """Score the chunks of the prefill step that was launched last, if any has scored positions.
+
+        Returns without waiting for the device. The output has the tokens of the step as lanes, and
+        their hidden states in the place of logits. It is valid until the next launch.
+        """
+        starts: list[int] = []
+        offset = covered = num_top = 0
+        for chunk in chunks:
+            first, offset = offset - chunk.start, offset + len(chunk.token_ids)
+            if not chunk.scored:
+                continue
+            num_top = max(num_top, chunk.num_top)
+            stop = first + chunk.scored.stop
+            for start in range(max(covered, first + chunk.scored.start), stop, self.slice_tokens):
+                starts.append(min(start, len(self._next_ids) - self.slice_tokens))
+                covered = start + self.slice_tokens
+        if not starts:
+            return None
+        self.run(starts, len(self._next_ids) if self._pads else stop, num_top)
+        return StepOutput(self.scores.tokens, self.hidden, self.scores)
+
+    def run(self, starts: Sequence[int], stop: int, num_top: int) -> None:
+        """Score slices of the tokens up to `stop`, with `num_top` most probable tokens each."""
+        with (
+            on_device(self.hidden.device),
+            dependent_launch(self._model.kernels.dependent_launch),
+            torch.inference_mode(False),
+            torch.no_grad(),
+        ):
+            for start in starts:
+                self._score(slice(start, min(start + self.slice_tokens, stop)), num_top)
+
+    def _score(self, part: slice, num_top: int) -> None:
+        scores, next_ids_B = self.scores, self._next_ids[part]
+        logits_BV = self._model.logits(self.hidden[part]).float()
+        log_mass = per_token(self._model.kernels, lambda x_BV: x_BV.logsumexp(-1))
+        log_mass_B = log_mass(logits_BV)
+        own_B = logits_BV.gather(1, next_ids_B[:, None])[:, 0] - log_mass_B
+        scores.tokens[part] = next_ids_B
+        scores.logprob[part] = torch.where(log_mass_B.isfinite(), own_B, float("nan"))
+        k = min(num_top, scores.top_ids.shape[1])
+        if k:
+            top_logits_BK, top_ids_BK = largest(logits_BV, k)
+            scores.top_logprobs[part, :k] = top_logits_BK - log_mass_B[:, None]
+            scores.top_ids[part, :k] = top_ids_BK
+
+
+def prompt_scores(launched: LaunchedStep) -> Iterator[Score]:
+    """Yield the scores of each chunk that has any, once they have arrived. Copy what must last."""
+    if launched.scores is None:
+        return
+    details, offset = launched.scores.details, 0
+    assert details is not None, "scores are log-probabilities"
+    logprobs = details.logprob.numpy()
+    ids, tops = details.top_ids.numpy(), details.top_logprobs.numpy()
+    for chunk in launched.plan.prefill:
+        scored, first = chunk.scored, offset - chunk.start
+        offset += chunk.count
+        if scored:
+            own = slice(first + scored.start, first + scored.stop)
+            yield chunk.request, scored, logprobs[own], ids[own], tops[own]

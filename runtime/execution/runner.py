@@ -16,7 +16,6 @@ from itertools import chain, repeat
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, NamedTuple, ParamSpec, TypeVar
 
-import numpy.typing as npt
 import torch
 
 from ...cache.arena import Arena, HostArena
@@ -27,28 +26,28 @@ from ...profiling import ranges
 from ..distributed.rank_group import RankGroup
 from ..errors import RankError
 from ..kernels.cpu import threads as operator_threads
-from ..kernels.cpu.threads import TorchThreads
 from ..models.drafters.drafter import Drafter
 from ..models.resolved_config import ResolvedConfig
 from ..models.transformers.decoder import DecoderModel
 from ..progress import progress_bar
 from ..request import Request
 from ..sampling.sampling_state import RowParameters
-from ..scheduling.plan import StepPlan, TableUpdate
+from ..sampling_params import MAX_LOGPROBS
+from ..scheduling.plan import Admission, StepPlan, TableUpdate
 from .inputs import InputWriter, PrefillChunk, RowState
 from .outputs import (
     HostOutputs,
     LaunchedStep,
+    PromptScorer,
     Sampled,
     prompt_scores,
     proposed_drafts,
     report_token_ids,
     sampled_tokens,
 )
-from .prompt_scorer import PromptScorer
 from .step_functions import DraftStep, StepFunctions
 from .step_key import PlannedPart, StepKey, StepOutput, StepSizes
-from .token_masks import HostMasks, TokenMasks
+from .token_masks import TokenMasks
 
 if TYPE_CHECKING:
     from ..kernels.triton.precompile import CompiledKernels
@@ -190,8 +189,8 @@ class BlockCopies:
 class RankPlan(NamedTuple):
     """What every rank runs of a plan, as plain data."""
 
-    joined: list[tuple[int, int, list[npt.NDArray[Any] | None]]]
-    """Row, rope length and `RowParameters` of each request that gets a row."""
+    joined: list[tuple[int, int, RowParameters]]
+    """Row, rope length and sampling parameters of each request that gets a row."""
     rows: list[int]
     """The rows that decode."""
     table_updates: Sequence[TableUpdate]
@@ -225,84 +224,67 @@ class PlanParts:
         self.decode_rows: list[int] = []
         """The rows that the last plan decodes, in their order."""
         self._full_sampler = self._masked = False
+        self._longest: Request | None = None
+        self._changed = False
+        """Whether another row may be longest: in the step after a verify step, and while the host
+        does not know how many tokens one has accepted."""
         self._part: PlannedPart | None = None
-        self._find_longest()
 
     def of(self, plan: StepPlan) -> list[PlannedPart]:
         """Return the parts in the order of their launch: decode, then prefill."""
-        if plan.decode is not self._requests:
-            self._requests = plan.decode
-            self.decode_rows = [request.row for request in plan.decode if request.row is not None]
-            assert len(self.decode_rows) == len(plan.decode), "a request that decodes holds a row"
-            self._full_sampler = any(r.params.needs_full_sampler for r in plan.decode)
-            self._masked = any(request.matcher is not None for request in plan.decode)
-            self._find_longest()
-        elif self._changed:
-            self._find_longest()
-        parts = []
+        decode, parts = plan.decode, []
+        if decode is not self._requests:
+            self._requests, self._changed = decode, True
+            self.decode_rows = [request.row for request in decode if request.row is not None]
+            assert len(self.decode_rows) == len(decode), "a request that decodes holds a row"
+            self._full_sampler = any(request.params.needs_full_sampler for request in decode)
+            self._masked = any(request.matcher is not None for request in decode)
+        if self._changed:
+            self._longest = max(decode, key=attrgetter("num_computed"), default=None)
+            self._changed = any(request.num_unsure for request in decode)
+            self._part = None
         if plan.drafts or plan.proposes:
-            parts.append(self._verify_part(plan))
-        elif plan.decode:
-            part = self._part
+            counts = plan.decode_counts or repeat(1)
+            stop = max(r.num_computed + n for r, n in zip(decode, counts, strict=False))
+            key = self._sizes.key(
+                *("decode", len(decode), self._blocks(stop, plan.proposes), self._full_sampler),
+                plan.tokens_per_row,
+                drafts=plan.proposes,
+                masked=self._masked,
+            )
+            tokens, room = plan.decode_tokens, key.tokens_per_row * key.size
+            if self._ragged:
+                room = tokens + key.size - len(decode)
+            parts.append(PlannedPart(ranges.VERIFY, key, decode, tokens, room))
+            self._changed = True
+        elif decode:
             assert self._longest is not None, "the plan has no decoding row"
-            stop = self._longest.num_computed + 1
+            part, stop = self._part, self._longest.num_computed + 1
             if part is None or stop > part.key.read_blocks * self._block_size:
-                rows, blocks = len(plan.decode), -(-stop // self._block_size)
                 key = self._sizes.key(
-                    "decode", rows, blocks, self._full_sampler, masked=self._masked
+                    *("decode", len(decode), self._blocks(stop, 0), self._full_sampler),
+                    masked=self._masked,
                 )
-                part = PlannedPart(ranges.REPLAY, key, plan.decode, rows, key.size)
-                self._part = part
+                part = self._part = PlannedPart(ranges.REPLAY, key, decode, len(decode), key.size)
             parts.append(part)
-        if plan.prefill:
-            parts.append(self._prefill_part(plan))
+        if chunks := plan.prefill:
+            stop = max(chunk.start + chunk.count for chunk in chunks)
+            key = self._sizes.key(
+                *("prefill", plan.prefill_tokens, self._blocks(stop, plan.prompt_drafts)),
+                any(chunk.request.params.needs_full_sampler for chunk in chunks),
+                drafts=plan.prompt_drafts,
+                masked=any(c.samples and c.request.matcher is not None for c in chunks),
+            )
+            requests = [chunk.request if chunk.samples else None for chunk in chunks]
+            tokens = plan.prefill_tokens
+            parts.append(PlannedPart(ranges.PREFILL, key, requests, tokens, key.size))
         return parts
-
-    def _find_longest(self) -> None:
-        """Find the longest row, after verify steps too, which advance rows differently."""
-        self._longest = max(self._requests, key=attrgetter("num_computed"), default=None)
-        self._changed = any(request.num_unsure for request in self._requests)
-        """Whether another row may be longest: in the step after a verify step, and while the host
-        does not know how many tokens one has accepted."""
-        self._part = None
 
     def _blocks(self, stop: int, drafts: int) -> int:
         """Return the columns up to `stop`, or after it the newest token and all drafts."""
         if drafts:
             stop += 1 + drafts
         return -(-min(stop, self._most_positions) // self._block_size)
-
-    def _verify_part(self, plan: StepPlan) -> PlannedPart:
-        """The part of a step that drafts, after which another row may be longest."""
-        rows = len(plan.decode)
-        counts = plan.decode_counts or repeat(1, rows)
-        stop = max(r.num_computed + n for r, n in zip(plan.decode, counts, strict=False))
-        self._changed = True
-        key = self._sizes.key(
-            "decode",
-            rows,
-            self._blocks(stop, plan.proposes),
-            self._full_sampler,
-            tokens_per_row=plan.tokens_per_row,
-            drafts=plan.proposes,
-            masked=self._masked,
-        )
-        tokens = plan.decode_tokens
-        room = tokens + key.size - rows if self._ragged else key.tokens_per_row * key.size
-        return PlannedPart(ranges.VERIFY, key, plan.decode, tokens, room)
-
-    def _prefill_part(self, plan: StepPlan) -> PlannedPart:
-        chunks, tokens = plan.prefill, plan.prefill_tokens
-        key = self._sizes.key(
-            "prefill",
-            tokens,
-            self._blocks(max(c.start + c.count for c in chunks), plan.prompt_drafts),
-            any(chunk.request.params.needs_full_sampler for chunk in chunks),
-            drafts=plan.prompt_drafts,
-            masked=any(chunk.samples and chunk.request.matcher is not None for chunk in chunks),
-        )
-        requests = [chunk.request if chunk.samples else None for chunk in chunks]
-        return PlannedPart(ranges.PREFILL, key, requests, tokens, key.size)
 
 
 def _on_all_ranks(
@@ -317,29 +299,6 @@ def _on_all_ranks(
         return method(self, *arguments, **named)
 
     return call
-
-
-def _library(
-    config: ResolvedConfig,
-    functions: StepFunctions,
-    eager: StepFunctions,
-    capturer: CudaGraphCapturer | None,
-    keys: Sequence[StepKey],
-) -> StepLibrary[StepKey, StepOutput]:
-    """Return the unprepared steps of the mode, without a reference to the runner.
-
-    Keys without a prepared step run as plain PyTorch.
-    """
-
-    def make_step(key: StepKey) -> Step[StepOutput]:
-        if config.mode == "eager":
-            return Step("eager", eager.bind(key), str(key))
-        if capturer is None:
-            has_own_code = functions.has_own_code(key)
-            return Step("compile" if has_own_code else "eager", functions.bind(key), str(key))
-        return Step("graph", functions.bind(key), str(key), capturer, identity=key)
-
-    return StepLibrary(make_step, keys, lambda key: key.size, eager.bind)
 
 
 # The launch of a step: its decode part, so that prefill does not delay its tokens, then the rest.
@@ -389,16 +348,13 @@ class Runner:
         self.null_row = self.state.null_row
         self._writer = InputWriter(config, len(groups), model.config.hidden_size, self.state)
         self.masks: TokenMasks | None = None
-        self._host_masks: HostMasks | None = None
         if self.state.masks is not None:
-            self._host_masks = host_masks = HostMasks(
-                self.state.masks, self.state.null_row + 1, is_async=config.is_async_device
-            )
             self.masks = TokenMasks(
-                host_masks,
+                self.state.masks,
+                self.null_row + 1,
                 partial(self._writer.write_drafts, stops=()),
                 group,
-                in_thread=not config.is_async_device,
+                is_async=config.is_async_device,
             )
         self.inputs, self.embeds = self._writer.inputs, self._writer.embeds
         self.drafts = self._writer.drafts
@@ -410,7 +366,7 @@ class Runner:
         """Block in which torch uses no more threads than this rank has: others would spin on the
         cores of other ranks. Code of `torch.compile` keeps the number that it was compiled with."""
         if group is not None and group.rank == 0 and device.type == "cpu":
-            self.own_threads = TorchThreads(config.threads)
+            self.own_threads = operator_threads.TorchThreads(config.threads)
         self.outputs: HostOutputs | None = None
         if config.is_async_device:
             sizes = HostOutputs.sizes(config, model.config.vocab_size)
@@ -445,9 +401,20 @@ class Runner:
             masks_thread=None if config.is_async_device else self.masks,
         )
         self._keys = self.sizes.keys()
-        self.functions, self._eager = make_functions(config.compiled), make_functions(False)
-        self._capturer = CudaGraphCapturer(device) if config.mode == "graph" else None
-        self.library = _library(config, self.functions, self._eager, self._capturer, self._keys)
+        self.functions = functions = make_functions(config.compiled)
+        self._eager = eager = make_functions(False)
+        self._capturer = capturer = CudaGraphCapturer(device) if config.mode == "graph" else None
+
+        def make_step(key: StepKey) -> Step[StepOutput]:  # without a reference to the runner
+            if config.mode == "eager":
+                return Step("eager", eager.bind(key), str(key))
+            if capturer is None:
+                has_own_code = functions.has_own_code(key)
+                return Step("compile" if has_own_code else "eager", functions.bind(key), str(key))
+            return Step("graph", functions.bind(key), str(key), capturer, identity=key)
+
+        # Keys without a prepared step run as plain PyTorch.
+        self.library = StepLibrary(make_step, self._keys, lambda key: key.size, eager.bind)
         self._parts = PlanParts(
             self.sizes,
             config.block_size,
@@ -467,7 +434,7 @@ class Runner:
     def host_nbytes(self) -> int:
         """Bytes of host buffers for an asynchronous device: input mirrors and outputs."""
         outputs = 0 if self.outputs is None else self.outputs.nbytes
-        masks = 0 if self._host_masks is None else self._host_masks.nbytes
+        masks = 0 if self.masks is None else self.masks.nbytes
         return self._writer.nbytes + outputs + masks
 
     @property
@@ -549,7 +516,7 @@ class Runner:
                 self.blocks.zero_new()
         parts = self._parts.of(plan)
         work = RankPlan(
-            self._joined(plan) if plan.admitted else [],
+            [*map(self._joined, plan.admitted)],
             self._parts.decode_rows,
             plan.table_updates,
             [PrefillChunk.of(span) for span in plan.prefill] if plan.prefill else (),
@@ -729,28 +696,24 @@ class Runner:
         """Replace the last sampled token of a row."""
         self.state.token_ids[row] = token_id
 
-    def _joined(self, plan: StepPlan) -> list[tuple[int, int, list[npt.NDArray[Any] | None]]]:
-        """Return what the rows of admitted requests get; see `RankPlan.joined`."""
-        joined = []
-        for request, row in ((admission.request, admission.row) for admission in plan.admitted):
-            parameters = self.state.sampling.row_parameters(
-                request.params,
-                seed=request.seed,
-                prompt_ids=request.prompt_ids,
-                output_ids=request.output_ids,
-                stop_token_ids=sorted(request.stop_token_ids),
-            )
-            arrays = [None if values is None else values.numpy() for values in parameters]
-            joined.append((row, request.rope_length, arrays))
-        return joined
+    def _joined(self, admission: Admission) -> tuple[int, int, RowParameters]:
+        """Return what the row of an admitted request gets; see `RankPlan.joined`."""
+        request = admission.request
+        parameters = self.state.sampling.row_parameters(
+            request.params,
+            seed=request.seed,
+            prompt_ids=request.prompt_ids,
+            output_ids=request.output_ids,
+            stop_token_ids=sorted(request.stop_token_ids),
+        )
+        return admission.row, request.rope_length, parameters
 
-    def _take_row(self, row: int, rope_length: int, arrays: list[npt.NDArray[Any] | None]) -> None:
+    def _take_row(self, row: int, rope_length: int, parameters: RowParameters) -> None:
         """Overwrite a row's sampling parameters and rope length, and forget its drafts."""
         self.state.forget_drafts(row)
         if self.state.rope_lengths is not None:
             self.state.rope_lengths[row] = rope_length
-        values: list[Any] = [None if a is None else torch.from_numpy(a) for a in arrays]
-        self.state.sampling.store_row(row, RowParameters(*values))
+        self.state.sampling.store_row(row, parameters)
 
     @_on_all_ranks
     def place_drafts(self, rows: int, drafts: int) -> None:
@@ -760,7 +723,7 @@ class Runner:
     @_on_all_ranks
     def score_largest_slice(self) -> None:
         """Score a whole slice of padding, which needs as much memory as scoring ever does."""
-        self.scorer.run_largest_slice()
+        self.scorer.run([0], self.scorer.slice_tokens, MAX_LOGPROBS)
 
     @_on_all_ranks
     def limit_waits(self, seconds: float) -> None:

@@ -737,10 +737,13 @@ class StepFunctions:
 
     def _stored(self, forward: Forward) -> StepOutput:
         """Store the lanes of a forward pass, for a `sample` step."""
+        masks, count = self._masks, len(forward.positions)
+        logits, positions = masks.logits[:count], masks.positions[:count]
         with operation("outputs"):
-            self._masks.store(forward.logits, forward.rows, forward.positions)
-        count = len(forward.positions)
-        return StepOutput(self._masks.positions[:count], self._masks.logits[:count], None)
+            logits.copy_(forward.logits)
+            masks.rows[:count].copy_(forward.rows)
+            positions.copy_(forward.positions)
+        return StepOutput(positions, logits, None)
 
     @property
     def _masks(self) -> MaskState:

@@ -22,54 +22,11 @@ from ..request import Request, RequestStatus
 from ..scheduling.plan import StepPlan
 from .inputs import MaskState
 
-__all__ = ["GrammarEnd", "HostMasks", "TokenMasks"]
+__all__ = ["GrammarEnd", "TokenMasks"]
 
 
 GrammarEnd: TypeAlias = tuple[Request, StructuredOutputError | None]
 """A request that ends before its next token: with an error, or None if its grammar is complete."""
-
-
-class HostMasks:
-    """The masks of `MaskState` as the host writes them; see `MaskState.bits` for their order.
-
-    On a CPU they are those that steps read. For a device that runs asynchronously they are a pinned
-    copy.
-    """
-
-    def __init__(self, state: MaskState, rows: int, *, is_async: bool) -> None:
-        """Write the masks of a state.
-
-        Args:
-            state: the masks on the device.
-            rows: rows of the state, the null row included.
-            is_async: whether the device runs steps asynchronously.
-        """
-        self._device = self._host = state.bits
-        if is_async:
-            self._host = torch.full_like(
-                state.bits, -1, device="cpu", pin_memory=state.bits.is_cuda
-            )
-        self.rows = rows
-        self.array: npt.NDArray[np.int32] = self._host.numpy()
-        words = [MaskWords(mask) for mask in self.array]
-        self.of_row = [words[row::rows] for row in range(rows)]
-        """Of each row: the mask after its newest token, after that and a draft, and so on."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the copy; 0 without one."""
-        return 0 if self._host is self._device else self._host.nbytes
-
-    def allow_all(self, row: int) -> None:
-        """Let a row sample any token."""
-        for mask in self.of_row[row]:
-            mask.allow_all()
-
-    def copy_to_device(self, tokens_per_row: int) -> None:
-        """Issue the copy of masks of each row's first tokens, if the device has its own."""
-        if self._host is not self._device:
-            end = tokens_per_row * self.rows
-            self._device[:end].copy_(self._host[:end], non_blocking=True)
 
 
 STEP_SECONDS: Final = 0.05
@@ -105,27 +62,37 @@ class TokenMasks:
 
     def __init__(
         self,
-        masks: HostMasks,
+        state: MaskState,
+        rows: int,
         rewrite_drafts: Callable[[Sequence[Sequence[int]]], None],
         group: RankGroup | None = None,
         *,
-        in_thread: bool,
+        is_async: bool,
     ) -> None:
-        """Write `masks`.
+        """Write the masks of a state.
 
         Args:
-            masks: of all rows.
+            state: the masks on the device.
+            rows: rows of the state, the null row included.
             rewrite_drafts: replaces the drafts of the step that is running.
             group: of a tensor-parallel engine.
-            in_thread: whether `start` leaves the work to a thread: on a device that runs steps
-                asynchronously the host waits for it.
+            is_async: whether the device runs steps asynchronously. Its masks are written to a
+                pinned copy; on a CPU steps read those that are written.
         """
-        self._masks, self._group = masks, group
+        self._device = self._host = state.bits
+        if is_async:
+            self._host = torch.full_like(
+                state.bits, -1, device="cpu", pin_memory=state.bits.is_cuda
+            )
+        self._rows = rows
+        self._array: npt.NDArray[np.int32] = self._host.numpy()  # in the order of `MaskState.bits`
+        words = [MaskWords(mask) for mask in self._array]
+        self._of_row = [words[row::rows] for row in range(rows)]
+        """Of each row: the mask after its newest token, after that and a draft, and so on."""
+        self._group = group
         self._rewrite_drafts = rewrite_drafts
         self._restricted: set[int] = set()
         """Rows whose masks may forbid tokens."""
-        self.in_thread = in_thread
-        """Whether `start` leaves the work to a thread."""
         self._thread: ThreadPoolExecutor | None = None
         self._filling: Future[None] | None = None
         """What the thread does of the step, if it helps."""
@@ -142,6 +109,21 @@ class TokenMasks:
         """Rows and how many masks of each the step writes."""
         self._costs: list[tuple[float, _Lane]] = []
         """Counted processor time of the masks of the step."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pinned copy; 0 without one."""
+        return 0 if self._host is self._device else self._host.nbytes
+
+    def _allow_all(self, row: int) -> None:
+        for mask in self._of_row[row]:
+            mask.allow_all()
+
+    def copy_to_device(self, tokens_per_row: int) -> None:
+        """Issue the copy of masks of each row's first tokens, if the device has its own."""
+        if self._host is not self._device:
+            end = tokens_per_row * self._rows
+            self._device[:end].copy_(self._host[:end], non_blocking=True)
 
     def prepare(self, plan: StepPlan) -> None:
         """Take a plan. Of rows without a grammar all tokens are allowed.
@@ -169,15 +151,12 @@ class TokenMasks:
             self._restricted.add(row)
         elif row in self._restricted:
             self._restricted.discard(row)
-            self._masks.allow_all(row)
+            self._allow_all(row)
             self._allowed.append(row)
 
     def start(self) -> None:
-        """Start to compute the masks of the step, if it has any."""
+        """Start to compute the masks of the step in the thread, if it has any."""
         if not self._lanes:
-            return
-        if not self.in_thread:
-            self._fill_all()
             return
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "stepgraph-masks")
@@ -214,13 +193,12 @@ class TokenMasks:
             plan.drafts = drafts
             self._rewrite_drafts(drafts)
         tokens_per_row = 1 + max(map(len, plan.drafts), default=0)
-        masks = self._masks
         if self._group is not None:
-            written = [row + n * masks.rows for row, count in self._written for n in range(count)]
+            written = [row + n * self._rows for row, count in self._written for n in range(count)]
             cut = plan.drafts if self._cuts else None
-            changed = self._allowed, written, masks.array[written], cut
+            changed = self._allowed, written, self._array[written], cut
             self._group.send("write_masks", tokens_per_row, *changed)
-        masks.copy_to_device(tokens_per_row)
+        self.copy_to_device(tokens_per_row)
 
     def write(
         self,
@@ -242,9 +220,9 @@ class TokenMasks:
         if drafts is not None:
             self._rewrite_drafts(drafts)
         for row in allowed:
-            self._masks.allow_all(row)
-        self._masks.array[written] = values
-        self._masks.copy_to_device(tokens_per_row)
+            self._allow_all(row)
+        self._array[written] = values
+        self.copy_to_device(tokens_per_row)
 
     def close(self) -> None:
         """End the thread."""
@@ -263,7 +241,7 @@ class TokenMasks:
 
     def _fill(self, lane: _Lane) -> None:
         place, row, request, drafts = lane
-        masks = self._masks.of_row[row]
+        masks = self._of_row[row]
         assert request.matcher is not None
         began = time.thread_time()
         try:
@@ -318,6 +296,6 @@ class TokenMasks:
 
     def _end(self, lane: _Lane, error: StructuredOutputError | None) -> None:
         """End a request before the tokens of the step; None: its output is complete."""
-        for mask in self._masks.of_row[lane.row][: 1 + len(lane.drafts)]:
+        for mask in self._of_row[lane.row][: 1 + len(lane.drafts)]:
             mask.allow_all()
         self.ends.append((lane.request, error))

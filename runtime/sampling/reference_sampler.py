@@ -100,11 +100,6 @@ class SampleOutput:
         missing = self.packed_bytes(rows, tops) - sum(part.shape[-1] for part in as_bytes)
         return torch.cat((*as_bytes, as_bytes[0][..., :missing]), dim=-1)
 
-    def copy_(self, source: SampleOutput) -> None:
-        """Copy asynchronously to a packed output."""
-        assert self.packed is not None
-        self.packed.copy_(source.pack(), non_blocking=True)
-
     def at(self, lanes: torch.Tensor | int) -> SampleOutput:
         """Return the output of some lanes, in the shape of `lanes`, int64, or at one position."""
         columns = self.tokens, self.logprob, self.top_logprobs, self.top_ids

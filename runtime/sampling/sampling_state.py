@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from ..errors import RequestError
@@ -41,12 +43,12 @@ device may flush others to zero), and logits divided by it stay finite."""
 class RowParameters(NamedTuple):
     """The values of a row of `SamplingState`, on the host."""
 
-    reals: torch.Tensor
-    """float32 `[6 + 300]`."""
-    integers: torch.Tensor
-    """int64 `[3 + 300 + 32]`."""
-    token_counts: torch.Tensor | None
-    """int32 `[V]`; None for a row without penalties, whose counts are not used."""
+    reals: npt.NDArray[np.float32]
+    """`[6 + 300]`."""
+    integers: npt.NDArray[np.int64]
+    """`[3 + 300 + 32]`."""
+    token_counts: npt.NDArray[np.int32] | None
+    """`[V]`; None for a row without penalties, whose counts are not used."""
 
 
 @dataclass(frozen=True)
@@ -120,16 +122,13 @@ class SamplingState:
         integers = _row_integers(params, seed, ban_until, stop_ids, vocab_size)
         counts = None
         if params.uses_penalties:
-            counts = torch.bincount(
+            occurrences = torch.bincount(
                 torch.tensor(output_ids, dtype=torch.int64), minlength=vocab_size
             )
-            counts[torch.tensor(prompt_ids, dtype=torch.int64)] |= _IN_PROMPT
-            counts = counts.to(torch.int32)
-        return RowParameters(
-            torch.tensor(_row_reals(params), dtype=torch.float32),
-            torch.tensor(integers, dtype=torch.int64),
-            counts,
-        )
+            occurrences[torch.tensor(prompt_ids, dtype=torch.int64)] |= _IN_PROMPT
+            counts = occurrences.to(torch.int32).numpy()
+        reals = torch.tensor(_row_reals(params), dtype=torch.float32).numpy()
+        return RowParameters(reals, np.array(integers, np.int64), counts)
 
     def store_row(self, row: int, parameters: RowParameters) -> None:
         """Assign a row: two copies to the device, three if the request uses penalties.
@@ -185,6 +184,7 @@ def _row_integers(
     ]
 
 
-def _copy(host: torch.Tensor, target: torch.Tensor) -> None:
+def _copy(array: npt.NDArray[Any], target: torch.Tensor) -> None:
     """Copy asynchronously; the caching allocator keeps pinned memory until the copy is done."""
+    host = torch.from_numpy(array)
     target.copy_(host.pin_memory() if target.is_cuda else host, non_blocking=True)

@@ -41,7 +41,7 @@ from ...profiling.command_line import aligned
 from ..config import EngineConfig
 from ..engine.startup import find_engine_drafter
 from ..errors import ConfigError, StepgraphError
-from ..execution.inputs import DraftInputs, RowState, StepInputs
+from ..execution.inputs import DraftInputs, RowState, StepInputs, input_layouts
 from ..execution.step_functions import DraftStep, StepFunctions
 from ..execution.step_key import StepKey, StepSizes
 from ..kernels import batch_invariant_kernels, kernels_for, select_kernels
@@ -244,15 +244,12 @@ def record_steps(
     )
     resolved = dataclasses.replace(resolved, max_num_seqs=max(rows))
     functions = _functions(found, resolved, max(tokens, default=1))
-    sizes = StepSizes(
+    sizes = dataclasses.replace(
+        StepSizes.choose(resolved, functions.model.kernels),
         rows=Buckets(rows),
         # The largest prefill step limits verify steps.
         tokens=Buckets([*tokens, resolved.prefill_chunk]),
         read_blocks=Buckets([resolved.max_blocks_per_row]),
-        tokens_per_row=resolved.tokens_per_row,
-        proposed=resolved.proposed_drafts,
-        masked=resolved.structured_output,
-        prefill_rows=resolved.max_prefill_rows,
     )
 
     def is_recorded(key: StepKey) -> bool:
@@ -294,17 +291,11 @@ def _functions(found: Source, config: ResolvedConfig, prefill_tokens: int) -> St
     weights = {name: TensorSpec(p.shape, config.dtype) for name, p in fused_layout(model).items()}
     decoder.store(_absent(weights).items())
     state = RowState.of(config, model, len(groups), _META)
-    inputs = StepInputs.layout(
-        max_num_seqs=config.max_num_seqs,
-        prefill_tokens=prefill_tokens,
-        prefill_rows=config.max_prefill_rows,
-        table_updates=1,
-    )
+    inputs = dataclasses.replace(config, prefill_chunk=prefill_tokens)
+    layouts = input_layouts(inputs, len(groups), model.hidden_size)
     drafts: DraftInputs[torch.Tensor] | None = None
     if config.tokens_per_row:
-        most = max(config.tokens_per_row) - 1
-        layout = DraftInputs.layout(max_num_seqs=config.max_num_seqs, drafts=most)
-        drafts = DraftInputs(**_absent(layout))
+        drafts = DraftInputs(**_absent(layouts["drafts"]))
     drafting: DraftStep | None = None
     drafter = find_engine_drafter(found, config, groups)
     if drafter is not None:
@@ -320,7 +311,7 @@ def _functions(found: Source, config: ResolvedConfig, prefill_tokens: int) -> St
         arena.tensor,
         config.block_size,
         state,
-        StepInputs(**_absent(inputs)),
+        StepInputs(**_absent(layouts["steps"])),
         None,
         compiled=False,
         drafts=drafts,

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from stepgraph.runtime.execution.inputs import MaskState
-from stepgraph.runtime.execution.prompt_scorer import PromptScorer
+from stepgraph.runtime.execution.outputs import PromptScorer
 from stepgraph.runtime.execution.step_key import StepKey
 from stepgraph.runtime.kernels import have_compiler, load_cpu_ops, select_kernels
 from stepgraph.runtime.kernels.cpu.sampling import fused_greedy, fused_most_likely

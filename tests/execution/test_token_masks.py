@@ -12,7 +12,7 @@ import torch
 from stepgraph.runtime.errors import StructuredOutputError
 from stepgraph.runtime.execution import token_masks
 from stepgraph.runtime.execution.inputs import MaskState
-from stepgraph.runtime.execution.token_masks import HostMasks, TokenMasks
+from stepgraph.runtime.execution.token_masks import TokenMasks
 from stepgraph.runtime.request import Request
 from stepgraph.runtime.scheduling.plan import StepPlan
 
@@ -38,10 +38,9 @@ class BusyMatcher:
 
 def run_steps(seconds: Sequence[float], in_thread: bool, num_steps: int) -> list[list[int]]:
     """Return the rows that each step ended, of rows whose masks take these times."""
-    state = MaskState.allocate(ROWS + 1, 64, torch.device("cpu"))
-    masks = TokenMasks(
-        HostMasks(state, ROWS + 1, is_async=False), lambda drafts: None, in_thread=in_thread
-    )
+    bits = torch.full((ROWS + 1, 2), -1, dtype=torch.int32)
+    state = MaskState(bits, *torch.empty(3, 0))
+    masks = TokenMasks(state, ROWS + 1, lambda drafts: None, is_async=not in_thread)
     requests = []
     for row, own in enumerate(seconds):
         requests.append(make_request([1], id=str(row), matcher=BusyMatcher(own)))
@@ -49,7 +48,8 @@ def run_steps(seconds: Sequence[float], in_thread: bool, num_steps: int) -> list
     ended = []
     for _ in range(num_steps):
         masks.prepare(StepPlan(decode=list(requests)))
-        masks.start()
+        if in_thread:
+            masks.start()
         masks.wait()
         for request, error in masks.ends:
             assert isinstance(error, StructuredOutputError)

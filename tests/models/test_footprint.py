@@ -18,7 +18,7 @@ from stepgraph.runtime import ConfigError, EngineConfig
 from stepgraph.runtime.engine.memory import Phase, model_footprint, weight_bytes
 from stepgraph.runtime.engine.startup import start
 from stepgraph.runtime.execution.inputs import RowState, StepInputs
-from stepgraph.runtime.execution.prompt_scorer import PromptScorer
+from stepgraph.runtime.execution.outputs import PromptScorer
 from stepgraph.runtime.execution.step_key import most_table_updates
 from stepgraph.runtime.kernels import (
     Kernels,

@@ -28,11 +28,10 @@ from stepgraph.profiling.attribution import NodeKind
 from stepgraph.runtime.engine import startup
 from stepgraph.runtime.execution import outputs, runner
 from stepgraph.runtime.execution.inputs import RowState
-from stepgraph.runtime.execution.outputs import OUTPUT_SETS, HostOutputs, OutputEvents
-from stepgraph.runtime.execution.prompt_scorer import PromptScorer
+from stepgraph.runtime.execution.outputs import OUTPUT_SETS, HostOutputs, OutputEvents, PromptScorer
 from stepgraph.runtime.execution.runner import DrafterCache, Runner
 from stepgraph.runtime.execution.step_key import StepKey
-from stepgraph.runtime.execution.token_masks import HostMasks
+from stepgraph.runtime.execution.token_masks import TokenMasks
 from stepgraph.runtime.kernels import Kernels, select_kernels
 from stepgraph.runtime.models import resolved_config
 from stepgraph.runtime.models.resolved_config import ResolvedConfig
@@ -433,7 +432,7 @@ def make_fake_graphs(monkeypatch: pytest.MonkeyPatch) -> FakeGraphs:
     queued(HostArena, "swap_out")
     queued(HostArena, "swap_in")
     queued(PromptScorer, "run")
-    queued(HostMasks, "copy_to_device")
+    queued(TokenMasks, "copy_to_device")
     monkeypatch.setattr(Step, "__init__", waiting_step)
     waiting(StepLibrary, "run_fallback")
     waiting(Runner, "check_integrity")
