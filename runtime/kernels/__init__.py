@@ -13,7 +13,6 @@ import torch
 from ..errors import KernelBuildError
 from .choice import Kernels
 from .cpu.build import (
-    KernelLibrary,
     build_cpu_ops,
     build_kernels,
     cpu_kernels_obstacle,
@@ -21,11 +20,7 @@ from .cpu.build import (
     load_cpu_ops,
 )
 from .cpu.threads import limit_threads, resolve_threads
-from .ops.attention import (
-    AttentionForm,
-    paged_attention,
-    reference_paged_attention,
-)
+from .ops.attention import AttentionForm, paged_attention, reference_paged_attention
 from .ops.batch import LayerPlace, RaggedBatch
 from .ops.experts import Experts, ExpertTensors, Routing, reference_experts, reference_route
 from .ops.experts_operator import opaque_experts, packed_experts
@@ -151,7 +146,6 @@ __all__ = [
     "ExpertTensors",
     "Experts",
     "KernelChoice",
-    "KernelLibrary",
     "Kernels",
     "Mode",
     "LayerPlace",
@@ -159,7 +153,6 @@ __all__ = [
     "RaggedBatch",
     "Routing",
     "Stack",
-    "WeightStorage",
     "select_kernels",
     "paged_attention",
     "reference_paged_attention",
@@ -172,7 +165,6 @@ __all__ = [
     "pack_linear",
     "packed_bytes",
     "packed_embedding",
-    "can_pack",
     "KernelBuildError",
     "batch_invariant_kernels",
     "build_cpu_ops",

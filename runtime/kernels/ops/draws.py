@@ -12,38 +12,24 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-# The smallest weight that top-k and top-p keep, with and without sorting.
+# The smallest weight that top-k and top-p keep.
 #
 # Shapes: B lanes, V vocabulary. Weights are probabilities up to a factor, the highest being 1.
-
-
-def reference_thresholds(
-    weights_BV: torch.Tensor, top_k_B: torch.Tensor, top_p_B: torch.Tensor
-) -> torch.Tensor:
-    """Return the lowest weight that top-k, then top-p keep in each lane, float32 `[B]`, by sorting.
-
-    Top-p keeps the most likely tokens until their sum reaches `top_p` of the weight that top-k kept
-    (Holtzman et al. 2020, arXiv 1904.09751). `top_k >= V` and `top_p >= 1` are off; with both off
-    the result is 0. Weights are float32, 1 for the best token.
-    """
-    vocab_size = weights_BV.shape[1]
-    sorted_BV = weights_BV.sort(dim=-1, descending=True).values
-    kth_B1 = sorted_BV.gather(1, top_k_B.clamp(max=vocab_size)[:, None] - 1)
-    kth_B1 = torch.where(top_k_B[:, None] < vocab_size, kth_B1, 0.0)
-    until_BV = torch.where(sorted_BV >= kth_B1, sorted_BV, 0.0).cumsum(-1, dtype=torch.float64)
-    missing_BV = until_BV < top_p_B[:, None] * until_BV[:, -1:]
-    last_B1 = sorted_BV.gather(1, missing_BV.sum(-1, keepdim=True).clamp(max=vocab_size - 1))
-    return torch.where(top_p_B < 1.0, torch.maximum(last_B1, kth_B1)[:, 0], kth_B1[:, 0])
 
 
 def bisect_thresholds(
     weights_BV: torch.Tensor, top_k_B: torch.Tensor, top_p_B: torch.Tensor
 ) -> torch.Tensor:
-    """`reference_thresholds` without sorting, with fixed shapes and 30 reductions.
+    """Return the lowest weight that top-k, then top-p keep in each lane, float32 `[B]`.
 
-    Bit patterns of non-negative floats are ordered like their values. So the highest weight w with
-    `count(weights >= w) >= k` is found bit by bit, exactly. The threshold of top-p is found in the
-    same way, exact up to the rounding of sums. A compiler fuses each pass into one reduction.
+    Top-p keeps the most likely tokens until their sum reaches `top_p` of the weight that top-k kept
+    (Holtzman et al. 2020, arXiv 1904.09751). `top_k >= V` and `top_p >= 1` are off; with both off
+    the result is 0. Weights are float32, 1 for the best token.
+
+    Nothing is sorted: shapes are fixed, and there are 30 reductions. Bit patterns of non-negative
+    floats are ordered like their values. So the highest weight w with `count(weights >= w) >= k` is
+    found bit by bit, exactly. The threshold of top-p is found in the same way, exact up to the
+    rounding of sums. A compiler fuses each pass into one reduction.
     """
 
     def holds_k(at_least_BX1: torch.Tensor) -> torch.Tensor:
