@@ -363,6 +363,11 @@ class Attend(Operation):
         """Sides of the cache: 2 for keys and values, 1 if they are shared."""
         return 1 if self.shared_values else 2
 
+    def form(self, storage: str, sinks: Tensor | None = None) -> AttentionForm:
+        """Return its parameters, with the storage of the cache and the tensor of the sinks."""
+        constants = (self.scale, self.window, self.softcap, storage, self.value_dim, self.chunk)
+        return AttentionForm(*constants, sinks)
+
     def bind(self, to: Binding) -> Run:
         sinks = None if self.sinks is None else to.module(self.sinks, Vector)
         # `run` must not hold `to`, which holds the layer: memory in a cycle is freed late.
@@ -370,7 +375,7 @@ class Attend(Operation):
         temper = None
         if self.temperature is not None:
             temper = per_token(to.kernels, partial(tempered, self.temperature))
-        constants = (self.scale, self.window, self.softcap, to.storage, self.value_dim, self.chunk)
+        constants = self.form(to.storage)[:-1]
 
         def run(value: tuple[Tensor, ...], step: LayerStep) -> Tensor:
             q_THE, k_TGE, *values = value

@@ -114,10 +114,7 @@ class _Kernel:
         match fused:
             case Attention(qk_norm, _, attend):
                 sinks = None if attend.sinks is None else layer.tensor(attend.sinks)
-                form = AttentionForm(
-                    *(attend.scale, attend.window, attend.softcap, model.storage),
-                    *(attend.value_dim, attend.chunk, sinks),
-                )
+                form = attend.form(model.storage, sinks)
                 traits = qk_norm or model.plan.norm  # a missing norm has the traits of the others
                 weights = qk_norm and (layer.tensor(qk_norm.q), layer.tensor(qk_norm.k))
                 norms = (*(weights or (None, None)), traits.eps, traits.offset)

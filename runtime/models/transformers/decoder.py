@@ -13,7 +13,6 @@ from ....cache.arena import Storage, arena_views
 from ....cache.spec import LayerGroup, layouts
 from ...errors import CheckpointError
 from ...kernels import (
-    AttentionForm,
     DecodeStep,
     Kernels,
     PackedMemory,
@@ -236,15 +235,7 @@ class TransformersDecoder(nn.Module):
         layers, operations = [], [op for p in self.config.plan.layers for op in p.operations]
         attends = [op for op in operations if isinstance(op, Attend)]
         for place, attend in zip(layer_places(groups), attends, strict=True):
-            form = AttentionForm(
-                scale=attend.scale,
-                window=attend.window,
-                softcap=attend.softcap,
-                storage=storage,
-                value_dim=attend.value_dim,
-                chunk=attend.chunk,
-            )
-            layers.append(PagedLayer(place, form, attend.head_dim))
+            layers.append(PagedLayer(place, attend.form(storage), attend.head_dim))
         return tuple(layers)
 
     def _replace_linears(self, model: Any) -> None:
