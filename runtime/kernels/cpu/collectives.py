@@ -32,16 +32,11 @@ torch.library.define("stepgraph::all_reduce", "(Tensor x, Tensor(a!) communicato
 torch.library.define(
     "stepgraph::gather_columns", "(Tensor x, int[] sizes, Tensor(a!) communicator) -> Tensor"
 )
-
-
-@torch.library.register_fake("stepgraph::all_reduce")
-def _fake_all_reduce(x: Tensor, communicator: Tensor) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-@torch.library.register_fake("stepgraph::gather_columns")
-def _fake_gather_columns(x_BF: Tensor, sizes: Sequence[int], communicator: Tensor) -> Tensor:
-    return x_BF.new_empty(x_BF.shape[0], sum(sizes))
+torch.library.register_fake("stepgraph::all_reduce", lambda x, communicator: x.new_empty(x.shape))
+torch.library.register_fake(
+    "stepgraph::gather_columns",
+    lambda x_BF, sizes, communicator: x_BF.new_empty(x_BF.shape[0], sum(sizes)),
+)
 
 
 def region_bytes(ranks: int, part_bytes: int) -> int:

@@ -26,15 +26,13 @@ torch.library.define(
 torch.library.define("stepgraph::cap_logits", "(Tensor(a!) logits, float cap) -> ()")
 
 
-@torch.library.register_fake("stepgraph::rotations")
 def _fake_rotations(positions_T: Tensor, frequencies_KE: Tensor) -> tuple[Tensor, Tensor]:
     shape = (frequencies_KE.shape[0], positions_T.shape[0], frequencies_KE.shape[1])
     return frequencies_KE.new_empty(shape), frequencies_KE.new_empty(shape)
 
 
-@torch.library.register_fake("stepgraph::cap_logits")
-def _fake_cap_logits(logits: Tensor, cap: float) -> None:
-    return None
+torch.library.register_fake("stepgraph::rotations", _fake_rotations)
+torch.library.register_fake("stepgraph::cap_logits", lambda logits, cap: None)
 
 
 def reference_rotations(positions_T: Tensor, frequencies_KE: Tensor) -> tuple[Tensor, Tensor]:
@@ -82,12 +80,10 @@ torch.library.define(
     "Tensor? mask_rows=None) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 
-
-@torch.library.register_fake("stepgraph::sample_greedy")
-def _fake_greedy(
-    logits_BV: Tensor, mask_bits: Tensor | None = None, mask_rows: Tensor | None = None
-) -> Tensor:
-    return logits_BV.new_empty(logits_BV.shape[0], dtype=torch.int64)
+torch.library.register_fake(
+    "stepgraph::sample_greedy",
+    lambda logits_BV, *masks: logits_BV.new_empty(logits_BV.shape[0], dtype=torch.int64),
+)
 
 
 def fused_greedy(logits_BV: Tensor, masks: LaneMasks | None = None) -> Tensor:

@@ -31,7 +31,6 @@ __all__ = [
     "Routing",
     "Scores",
     "ExpertTensors",
-    "activation_bytes",
     "converted_bytes",
     "reference_choice",
     "reference_experts",
@@ -183,7 +182,11 @@ class Experts(Operation):
         yield from layer.rank.summed(own, self.router.shape[1])
 
     def live_bytes(self, hidden: int, itemsize: int, *, eager: bool) -> int:
-        return activation_bytes(self, hidden, itemsize)
+        routing = 6 * _FLOAT32 * self.routed + 4 * 8 * self.per_token
+        products = 2 * _FLOAT32 * self.per_token * hidden
+        # All tokens may have chosen one expert; its inner features are gate and up, and activated.
+        inner = (itemsize + _FLOAT32) * (hidden + 4 * self.activate.features)
+        return itemsize * 3 * hidden + routing + products + inner
 
 
 class ExpertTensors(NamedTuple):
@@ -444,18 +447,6 @@ def _summed(op: Experts, products_ND: Tensor, weights_TK: Tensor) -> Tensor:
     for place in range(1, products_TKD.shape[1]):
         sum_TD = sum_TD + products_TKD[:, place]
     return sum_TD
-
-
-# Temporary memory of a mixture in plain PyTorch.
-
-
-def activation_bytes(op: Experts, hidden: int, itemsize: int) -> int:
-    """Return the bytes of the largest tensors of one token, hidden states included."""
-    routing = 6 * _FLOAT32 * op.routed + 4 * 8 * op.per_token
-    products = 2 * _FLOAT32 * op.per_token * hidden
-    # All tokens may have chosen one expert; its inner features are gate and up, and activated.
-    inner = (itemsize + _FLOAT32) * (hidden + 4 * op.activate.features)
-    return itemsize * 3 * hidden + routing + products + inner
 
 
 def converted_bytes(

@@ -39,22 +39,14 @@ torch.library.define(
 torch.library.define(
     "stepgraph::packed_embedding", "(Tensor tokens, Tensor packed, int k) -> Tensor"
 )
-
-
-@torch.library.register_fake("stepgraph::packed_linear")
-def _fake_packed_linear(
-    x_TK: Tensor,
-    packed: Tensor,
-    bias_N: Tensor | None,
-    out_features: int,
-    scales_N: Tensor | None = None,
-) -> Tensor:
-    return x_TK.new_empty(x_TK.shape[0], out_features)
-
-
-@torch.library.register_fake("stepgraph::packed_embedding")
-def _fake_packed_embedding(tokens_T: Tensor, packed: Tensor, k: int) -> Tensor:
-    return packed.new_empty(tokens_T.shape[0], k)
+torch.library.register_fake(
+    "stepgraph::packed_linear",
+    lambda x_TK, packed, bias_N, n, scales_N=None: x_TK.new_empty(x_TK.shape[0], n),
+)
+torch.library.register_fake(
+    "stepgraph::packed_embedding",
+    lambda tokens_T, packed, k: packed.new_empty(tokens_T.shape[0], k),
+)
 
 
 def can_pack(dtype: torch.dtype) -> bool:

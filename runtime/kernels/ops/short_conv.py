@@ -81,11 +81,7 @@ def reference_short_conv(
 
 for _device in ("CPU", "CUDA"):
     torch.library.impl("stepgraph::short_conv", _device, reference_short_conv)
-
-
-@torch.library.register_fake("stepgraph::short_conv")
-def _fake(x_TF: Tensor, *_: object) -> Tensor:
-    return torch.empty_like(x_TF)
+torch.library.register_fake("stepgraph::short_conv", lambda x_TF, *_: torch.empty_like(x_TF))
 
 
 @dataclass(frozen=True, kw_only=True)
