@@ -26,7 +26,7 @@ SCORES: tuple[Scores, ...] = ("softmax", "sigmoid", "softmax_chosen")
 
 @dataclass
 class OperatorArguments:
-    """Lists in the order in which `csrc/argument_reader.h` reads them."""
+    """Lists in the order in which `csrc/stack_ops.h` reads them."""
 
     tensors: list[Tensor | None] = field(default_factory=list)
     integers: list[int] = field(default_factory=list)
@@ -96,10 +96,6 @@ def _operation(
     )
 
 
-def _fake(x_TD: Tensor, *arguments: Any) -> Tensor:
-    return torch.empty_like(x_TD)
-
-
 def define_experts(
     name: str, implementation: RunExperts = reference_experts, *keys: str
 ) -> RunExperts:
@@ -122,7 +118,7 @@ def define_experts(
     )
     for key in keys:
         torch.library.impl(f"stepgraph::{name}", key, run)
-    torch.library.register_fake(f"stepgraph::{name}", _fake)
+    torch.library.register_fake(f"stepgraph::{name}", lambda x_TD, *_: torch.empty_like(x_TD))
     operator = getattr(torch.ops.stepgraph, name).default
 
     def call(

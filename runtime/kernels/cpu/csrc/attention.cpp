@@ -87,7 +87,7 @@ void AttentionPlan::share_out() {
   // Work in bytes of the model's type; quantised ones are not decoded faster than they are counted.
   const int64_t bytes = positions * step.head_dim * 2 * step.element_bytes;
   const int64_t useful = std::min(bytes / kBytesPerThread, items * most_chunks);
-  threads = static_cast<int>(std::clamp<int64_t>(useful, 1, step.threads));
+  threads = useful_threads(useful, step.threads);
   part_floats = state_floats(most_queries, state_width(step.value_dim));
   const int64_t floats = items * most_chunks * part_floats;
   const bool split = threads > 1 && most_chunks > 1 && items < threads * kItemsPerThread &&

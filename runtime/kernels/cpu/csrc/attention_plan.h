@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "kernels.h"
+#include "pool.h"
 #include "vec.h"
-#include "work_space.h"
 
 namespace stepgraph {
 

@@ -90,15 +90,31 @@ class Handles {
   int64_t last_ = 0;
 };
 
-inline void check_index(const char* op, const at::Tensor& index, int64_t count, int64_t end,
-                        const char* name) {
-  TORCH_CHECK(index.is_contiguous() && index.dim() == 1 && index.size(0) == count, op, ": ", name,
-              " is a contiguous int64 [", count, "]");
+// That a tensor is contiguous, of a type and of these sizes, where -1 stands for any. `name` may
+// have several parts.
+template <class... Name>
+void check_tensor(const char* op, const at::Tensor& tensor, at::ScalarType dtype,
+                  at::IntArrayRef sizes, const Name&... name) {
+  bool fits = tensor.scalar_type() == dtype && tensor.is_contiguous() &&
+              tensor.dim() == static_cast<int64_t>(sizes.size());
+  for (size_t i = 0; fits && i < sizes.size(); ++i) {
+    fits = sizes[i] == -1 || sizes[i] == tensor.size(i);
+  }
+  TORCH_CHECK(fits, op, ": a contiguous ", sizes, " of ", dtype, " is expected for ", name...,
+              ", got ", tensor.sizes(), " of ", tensor.scalar_type(),
+              tensor.is_contiguous() ? "" : " that is not contiguous");
+}
+
+// Returns the indices.
+inline const int64_t* check_index(const char* op, const at::Tensor& index, int64_t count,
+                                  int64_t end, const char* name) {
+  check_tensor(op, index, at::kLong, {count}, name);
   const int64_t* value = index.const_data_ptr<int64_t>();
   for (int64_t t = 0; t < count; ++t) {
     TORCH_CHECK_INDEX(0 <= value[t] && value[t] < end, op, ": ", name, "[", t, "] is ", value[t],
                       ", outside 0 ... ", end - 1);
   }
+  return value;
 }
 
 inline Storage storage_named(const char* op, std::string_view name) {

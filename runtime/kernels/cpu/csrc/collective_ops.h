@@ -1,5 +1,4 @@
-// Communicators and their operations as implementations of `torch.ops.stepgraph.*`;
-// `cpu/collectives.py` has the schemas. Part of `ops.cpp`.
+// Communicators and their operations, as `cpu/collectives.py` declares them. Part of `ops.cpp`.
 #pragma once
 
 #include <memory>
@@ -10,7 +9,6 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
-#include <torch/library.h>
 
 #include "checks.h"
 #include "communicator.h"
@@ -42,6 +40,12 @@ int64_t communicator_create(const at::Tensor& region, const at::Tensor& abort, i
       {region.mutable_data_ptr<uint8_t>(), region.numel(), static_cast<int>(rank),
        static_cast<int>(ranks), word, timeout_seconds}});
   return Handles<OwnedCommunicator>::instance().add(std::move(owned));
+}
+
+std::tuple<int64_t, std::string, bool> communicator_failure(int64_t handle) {
+  const auto owned = Handles<OwnedCommunicator>::instance().find("communicator_failure", handle);
+  const auto [rank, reason, ended_before] = owned->communicator.failure();
+  return {rank, reason, ended_before};
 }
 
 at::Tensor all_reduce_cpu(const at::Tensor& x, at::Tensor& handle) {
@@ -78,26 +82,3 @@ at::Tensor gather_columns_cpu(const at::Tensor& x, at::IntArrayRef sizes, at::Te
 
 }  // namespace
 }  // namespace stepgraph
-
-TORCH_LIBRARY_IMPL(stepgraph, CPU, library) {
-  library.impl("communicator_create", &stepgraph::communicator_create);
-  library.impl("all_reduce", &stepgraph::all_reduce_cpu);
-  library.impl("gather_columns", &stepgraph::gather_columns_cpu);
-}
-
-TORCH_LIBRARY_IMPL(stepgraph, CompositeExplicitAutograd, library) {
-  using Communicators = stepgraph::Handles<stepgraph::OwnedCommunicator>;
-  library.impl("communicator_destroy", [](int64_t handle) {
-    Communicators::instance().remove("communicator_destroy", handle);
-  });
-  library.impl("communicator_set_timeout", [](int64_t handle, double seconds) {
-    const auto owned = Communicators::instance().find("communicator_set_timeout", handle);
-    owned->communicator.set_timeout(seconds);
-  });
-  library.impl("communicator_failure", [](int64_t handle) {
-    const auto owned = Communicators::instance().find("communicator_failure", handle);
-    const auto failure = owned->communicator.failure();
-    return std::make_tuple(static_cast<int64_t>(failure.rank), failure.reason,
-                           failure.ended_before);
-  });
-}

@@ -7,7 +7,6 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
-#include <torch/library.h>
 
 #include "checks.h"
 #include "stack_math.h"
@@ -34,29 +33,25 @@ at::Tensor packed_embedding_cpu(const at::Tensor& tokens, const at::Tensor& pack
   const int64_t word_bytes = width * packed.element_size();
   TORCH_CHECK(word_bytes == 4 || word_bytes == 2, "packed_embedding: words of ", word_bytes,
               " bytes; 4 or 2 expected");
-  check_index("packed_embedding", tokens, count, packed.size(0) * kBlock, "tokens");
+  const int64_t* token =
+      check_index("packed_embedding", tokens, count, packed.size(0) * kBlock, "tokens");
   const int64_t words = (k + width - 1) / width;
   at::Tensor out = at::empty({count, words * width}, packed.options());
-  const int64_t* token = tokens.const_data_ptr<int64_t>();
   constexpr int64_t kWordsPerThread = 1 << 13;
-  const int used =
-      static_cast<int>(std::clamp<int64_t>(count * words / kWordsPerThread, 1, threads()));
-  if (word_bytes == 4) {
-    gather_words(static_cast<const uint32_t*>(packed.const_data_ptr()), steps, token, count, words,
-                 static_cast<uint32_t*>(out.mutable_data_ptr()), used);
-  } else {
-    gather_words(static_cast<const uint16_t*>(packed.const_data_ptr()), steps, token, count, words,
-                 static_cast<uint16_t*>(out.mutable_data_ptr()), used);
-  }
+  const int used = useful_threads(count * words / kWordsPerThread, threads());
+  const auto gather = [&]<class Word>(Word) {
+    gather_words(static_cast<const Word*>(packed.const_data_ptr()), steps, token, count, words,
+                 static_cast<Word*>(out.mutable_data_ptr()), used);
+  };
+  if (word_bytes == 4) gather(uint32_t());
+  else gather(uint16_t());
   return words * width == k ? out : out.narrow(1, 0, k).contiguous();
 }
 
 std::tuple<at::Tensor, at::Tensor> rotations_cpu(const at::Tensor& positions,
                                                  const at::Tensor& frequencies) {
-  TORCH_CHECK(positions.dim() == 1 && positions.is_contiguous() && frequencies.dim() == 2 &&
-                  frequencies.is_contiguous(),
-              "rotations: positions [tokens] and frequencies [kinds, pairs] are contiguous, got ",
-              positions.sizes(), " and ", frequencies.sizes());
+  check_tensor("rotations", positions, at::kLong, {-1}, "positions");
+  check_tensor("rotations", frequencies, at::kFloat, {-1, -1}, "frequencies [kinds, pairs]");
   const int64_t kinds = frequencies.size(0), pairs = frequencies.size(1), tokens = positions.size(0);
   at::Tensor cos = at::empty({kinds, tokens, pairs}, frequencies.options());
   at::Tensor sin = at::empty({kinds, tokens, pairs}, frequencies.options());
@@ -64,8 +59,7 @@ std::tuple<at::Tensor, at::Tensor> rotations_cpu(const at::Tensor& positions,
   const float* frequency = frequencies.const_data_ptr<float>();
   float *cosines = cos.mutable_data_ptr<float>(), *sines = sin.mutable_data_ptr<float>();
   constexpr int64_t kPairsPerThread = 1 << 13;
-  const int used = static_cast<int>(
-      std::clamp<int64_t>(kinds * tokens * pairs / kPairsPerThread, 1, threads()));
+  const int used = useful_threads(kinds * tokens * pairs / kPairsPerThread, threads());
   parallel_for(kinds * tokens, used, [=](int64_t row, int64_t) {
     const float at = static_cast<float>(position[row % tokens]);
     const float* own = frequency + row / tokens * pairs;
@@ -98,9 +92,3 @@ void cap_logits_cpu(at::Tensor& logits, double cap) {
 
 }  // namespace
 }  // namespace stepgraph
-
-TORCH_LIBRARY_IMPL(stepgraph, CPU, library) {
-  library.impl("packed_embedding", &stepgraph::packed_embedding_cpu);
-  library.impl("rotations", &stepgraph::rotations_cpu);
-  library.impl("cap_logits", &stepgraph::cap_logits_cpu);
-}

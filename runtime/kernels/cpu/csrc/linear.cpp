@@ -81,7 +81,7 @@ class LinearJob : public Job {
     const int64_t tiles = (args.rows + kTileRows - 1) / kTileRows;
     const int64_t units = args.weights.blocks() * row_groups(args.rows);
     const int64_t useful = std::min(bytes_of<T>(args.weights) * tiles / kBytesPerThread, units);
-    const int threads = static_cast<int>(std::clamp<int64_t>(useful, 1, args.threads));
+    const int threads = useful_threads(useful, args.threads);
     phases_.prepare(1, units, threads);
     return threads;
   }
@@ -90,12 +90,8 @@ class LinearJob : public Job {
   void work(int64_t) override {
     alignas(64) float sums[kGroupRows * kBlock];
     const LinearArgs<T> args = args_;
-    const int64_t columns = args.weights.columns;
-    const auto publish = [&](int64_t block, int64_t row, int64_t rows, const float* sum) {
-      const int64_t first = block * kBlock;
-      put_sums(sum, rows, columns - first, args.out + row * columns + first, columns);
-    };
-    linear_phase(phases_, 0, args.weights, args.x, args.x_stride, args.rows, nullptr, sums, publish);
+    linear_phase(phases_, 0, args.weights, args.x, args.x_stride, args.rows, nullptr, sums,
+                 to_rows(args.out, args.weights.columns));
   }
 
  private:

@@ -8,7 +8,6 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
-#include <torch/library.h>
 
 #include "checks.h"
 #include "kernels.h"
@@ -33,18 +32,15 @@ inline Weights packed_weights(const char* op, const char* name, at::ScalarType d
                                                      kBlock, per_step}),
               op, ": the weight of ", name, " is not a packed [", columns, ", ", inputs, "] of ",
               stored, "; pack it with pack_linear");
-  const auto values = [&](const std::optional<at::Tensor>& given, const char* what,
-                          at::ScalarType wanted) -> const void* {
+  const auto values = [&](const std::optional<at::Tensor>& given, at::ScalarType wanted,
+                          const char* what) -> const void* {
     if (!given) return nullptr;
-    TORCH_CHECK(given->scalar_type() == wanted && given->is_contiguous() && given->dim() == 1 &&
-                    given->size(0) == count * columns,
-                op, ": the ", what, " of ", name, " are a contiguous [", count * columns, "] of ",
-                wanted);
+    check_tensor(op, *given, wanted, {count * columns}, what, name);
     return given->const_data_ptr();
   };
   weights.packed = static_cast<const char*>(packed.const_data_ptr());
-  weights.scales = static_cast<const float*>(values(scales, "scales", at::kFloat));
-  weights.bias = values(bias, "biases", dtype);
+  weights.scales = static_cast<const float*>(values(scales, at::kFloat, "the scales of "));
+  weights.bias = values(bias, dtype, "the biases of ");
   return weights;
 }
 
@@ -80,7 +76,3 @@ at::Tensor packed_linear_cpu(const at::Tensor& x, const at::Tensor& packed,
 
 }  // namespace
 }  // namespace stepgraph
-
-TORCH_LIBRARY_IMPL(stepgraph, CPU, library) {
-  library.impl("packed_linear", &stepgraph::packed_linear_cpu);
-}

@@ -1,5 +1,4 @@
 #include "mixture_thread.h"
-#include "work_space.h"
 
 namespace stepgraph {
 namespace {
@@ -15,8 +14,8 @@ class MixtureJob : public Job {
     args_ = args;
     const Mixture& mixture = args.mixture;
     const int64_t tiles = (args.tokens + kTileRows - 1) / kTileRows;
-    const int threads = static_cast<int>(std::clamp<int64_t>(
-        mixture.token_bytes<T>() * tiles / kBytesPerThread, 1, args.threads));
+    const int threads =
+        useful_threads(mixture.token_bytes<T>() * tiles / kBytesPerThread, args.threads);
     at_ = MixtureLayout();
     at_.add(mixture, args.tokens, sizeof(T));
     at_.finish(threads);
@@ -36,10 +35,7 @@ class MixtureJob : public Job {
     MixtureThread<T>(step, index, sums, gates).run(
         args.mixture, 0, args.x, args.x_stride, phase, nullptr,
         [&](int64_t row) { return args.live == nullptr || args.live[row]; },
-        [&](int64_t block, int64_t row, int64_t rows, const float* sum) {
-          put_sums(sum, rows, args.mixture.hidden - block * kBlock,
-                   args.out + row * args.mixture.hidden + block * kBlock, args.mixture.hidden);
-        });
+        to_rows(args.out, args.mixture.hidden));
   }
 
   void clear() override {

@@ -1,6 +1,6 @@
-// The CPU kernels as implementations of `torch.ops.stepgraph.*`, of which those of the stack, the
-// sampler and embeddings are in headers of their own. Schemas are declared in Python; here
-// arguments are checked and tensors become pointers.
+// The CPU kernels as implementations of `torch.ops.stepgraph.*`, most of which are in headers of
+// their own. Schemas are declared in Python; here arguments are checked and tensors become
+// pointers. One unit, since torch's headers take longer to compile than the kernels.
 #if __has_include(<sys/mman.h>)
 #include <sys/mman.h>
 #endif
@@ -11,12 +11,10 @@
 
 #include "checks.h"
 #include "collective_ops.h"
-#include "elementwise_ops.h"
 #include "draft_ops.h"
-#include "head_ops.h"
+#include "elementwise_ops.h"
 #include "kernels.h"
 #include "linear_ops.h"
-#include "mixture_ops.h"
 #include "sampling_ops.h"
 #include "stack_ops.h"
 
@@ -45,8 +43,7 @@ at::Tensor paged_attention_cpu(const at::Tensor& q, const at::Tensor& k,
   TORCH_CHECK(v ? value_dim == head_dim : 0 < value_dim && value_dim <= head_dim,
               "paged_attention: value_dim is ", value_dim, v ? ", that of v is " : ", keys have ",
               head_dim);
-  TORCH_CHECK(!sinks || (sinks->is_contiguous() && sinks->sizes() == at::IntArrayRef({q.size(1)})),
-              "paged_attention: sinks are a contiguous [", q.size(1), "]");
+  if (sinks) check_tensor("paged_attention", *sinks, q.scalar_type(), {q.size(1)}, "sinks");
   check_arena("paged_attention", arena, q.scalar_type(), v ? 2 : 1, kv_heads, block_size, head_dim,
               storage);
   const int64_t num_blocks = arena.size(2);
@@ -99,16 +96,42 @@ void advise_huge_pages(const at::Tensor& memory) {
 }  // namespace stepgraph
 
 TORCH_LIBRARY_IMPL(stepgraph, CPU, library) {
-  library.impl("paged_attention", &stepgraph::paged_attention_cpu);
-  library.impl("advise_huge_pages", &stepgraph::advise_huge_pages);
-  library.impl("decoder_stack", &stepgraph::decoder_stack_cpu);
-  library.impl("stack_create", &stepgraph::stack_create);
+  using namespace stepgraph;
+  library.impl("advance_rows", &advance_rows_cpu);
+  library.impl("advise_huge_pages", &advise_huge_pages);
+  library.impl("all_reduce", &all_reduce_cpu);
+  library.impl("cap_logits", &cap_logits_cpu);
+  library.impl("communicator_create", &communicator_create);
+  library.impl("decoder_stack", &decoder_stack_cpu);
+  library.impl("drafted_inputs", &drafted_inputs_cpu);
+  library.impl("gather_columns", &gather_columns_cpu);
+  library.impl("head_drafts", &head_drafts_cpu);
+  library.impl("most_likely", &most_likely_cpu);
+  library.impl("packed_embedding", &packed_embedding_cpu);
+  library.impl("packed_experts", &packed_experts_cpu);
+  library.impl("packed_linear", &packed_linear_cpu);
+  library.impl("paged_attention", &paged_attention_cpu);
+  library.impl("rotations", &rotations_cpu);
+  library.impl("row_inputs", &row_inputs_cpu);
+  library.impl("sample_full", &sample_full_cpu);
+  library.impl("sample_greedy", &sample_greedy_cpu);
+  library.impl("stack_create", &stack_create);
 }
 
 TORCH_LIBRARY_IMPL(stepgraph, CompositeExplicitAutograd, library) {
-  library.impl("stack_destroy", &stepgraph::stack_destroy);
-  library.impl("stack_workspace", &stepgraph::stack_workspace);
-  library.impl("set_thread_limit", [](int64_t threads) {
-    stepgraph::set_thread_limit(static_cast<int>(threads));
+  using namespace stepgraph;
+  using Communicators = Handles<OwnedCommunicator>;
+  library.impl("communicator_destroy", [](int64_t handle) {
+    Communicators::instance().remove("communicator_destroy", handle);
   });
+  library.impl("communicator_failure", &communicator_failure);
+  library.impl("communicator_set_timeout", [](int64_t handle, double seconds) {
+    const auto owned = Communicators::instance().find("communicator_set_timeout", handle);
+    owned->communicator.set_timeout(seconds);
+  });
+  library.impl("set_thread_limit", [](int64_t threads) {
+    set_thread_limit(static_cast<int>(threads));
+  });
+  library.impl("stack_destroy", &stack_destroy);
+  library.impl("stack_workspace", &stack_workspace);
 }

@@ -8,10 +8,12 @@
 // job outlives the call that ran it, and is used again once every thread has left it.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <utility>
 #include <vector>
 
@@ -154,6 +156,11 @@ void run_job(Arguments&&... arguments) {
   job.run(threads, false);
 }
 
+// How many of `threads` are worth while where more than `useful` bring nothing; at least 1.
+inline int useful_threads(int64_t useful, int threads) {
+  return static_cast<int>(std::clamp<int64_t>(useful, 1, threads));
+}
+
 // Threads that an operator may use, the calling one included. 0 (as at first): as many as torch.
 void set_thread_limit(int threads);
 int thread_limit();
@@ -172,5 +179,30 @@ inline void parallel_for(int64_t count, int threads, Run run) {
     (*static_cast<Run*>(context))(index, thread);
   }, &run);
 }
+
+// Memory that threads of a job work in: floats on a cache line of their own, kept from one use to
+// the next as long as they suffice.
+class WorkSpace {
+ public:
+  // At least `count` floats, of any content.
+  float* reserve(int64_t count) {
+    if (count > size_) {
+      floats_.reset();
+      const size_t bytes = static_cast<size_t>(count) * sizeof(float);
+      floats_.reset(static_cast<float*>(::operator new[](bytes, std::align_val_t(64))));
+      size_ = count;
+    }
+    return floats_.get();
+  }
+  float* get() const { return floats_.get(); }
+  int64_t bytes() const { return size_ * static_cast<int64_t>(sizeof(float)); }
+
+ private:
+  struct Free {
+    void operator()(float* p) const { ::operator delete[](p, std::align_val_t(64)); }
+  };
+  std::unique_ptr<float[], Free> floats_;
+  int64_t size_ = 0;
+};
 
 }  // namespace stepgraph

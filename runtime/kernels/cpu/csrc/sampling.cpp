@@ -140,8 +140,7 @@ void sample_full(const SampleArgs<T>& args) {
   }
   const int64_t floats = sample_scratch_floats(args.vocab_size);
   const int64_t count = static_cast<int64_t>(units.size());
-  const int threads = static_cast<int>(std::clamp<int64_t>(count, 1, args.threads));
-  parallel_for(count, threads, [&](int64_t unit, int64_t thread) {
+  parallel_for(count, useful_threads(count, args.threads), [&](int64_t unit, int64_t thread) {
     const Scratch scratch(args.scratch + thread * floats, sample_chunks(args.vocab_size));
     const auto [first, lanes] = units[unit];
     bool accepted = true;
@@ -173,8 +172,8 @@ template <class T>
 void sample_greedy(const T* logits, int64_t logits_stride, const LaneMasks& masks, int64_t lanes,
                    int64_t vocab_size, int64_t* tokens, float* probabilities, int threads) {
   constexpr int64_t kLogitsPerThread = 1 << 17;
-  const int64_t useful = lanes * vocab_size / kLogitsPerThread;
-  const int used = static_cast<int>(std::clamp<int64_t>(std::min(lanes, useful), 1, threads));
+  const int used =
+      useful_threads(std::min(lanes, lanes * vocab_size / kLogitsPerThread), threads);
   parallel_for(lanes, used, [&](int64_t lane, int64_t) {
     const T* own = logits + lane * logits_stride;
     float most = kMinusInfinity;

@@ -1,4 +1,4 @@
-// What the registration in `sampling_ops.cpp` asks of the sampler. Plain pointers and sizes.
+// What the registration in `ops.cpp` asks of the sampler. Plain pointers and sizes.
 #pragma once
 
 #include <cstdint>

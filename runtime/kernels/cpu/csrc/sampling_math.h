@@ -200,7 +200,7 @@ inline float weight_that_holds(float* found, int64_t count, double enough, doubl
   return *weight;
 }
 
-// The weight from which top-k, top-p and min-p keep tokens; see `reference_thresholds`.
+// The weight from which top-k, top-p and min-p keep tokens; see `bisect_thresholds`.
 inline float threshold(const Scratch& at, int64_t chunks, double total, int64_t vocab_size, int64_t top_k,
                 float top_p) {
   float kth = 0.0f;

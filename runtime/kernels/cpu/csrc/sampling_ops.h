@@ -1,5 +1,4 @@
-// The sampler as implementations of `torch.ops.stepgraph.*`; `sampling.py` has the schemas.
-// Part of `ops.cpp`: torch's headers take longer to compile than the kernels.
+// The sampler, as `sampling.py` declares it. Part of `ops.cpp`.
 #pragma once
 
 #include <limits>
@@ -8,7 +7,6 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
-#include <torch/library.h>
 
 #include "checks.h"
 #include "sampling.h"
@@ -31,8 +29,8 @@ LaneMasks checked_masks(const char* name, const std::optional<at::Tensor>& bits,
                   bits->size(1) == (vocab_size + kMaskBits - 1) / kMaskBits,
               name, ": mask bits are an int32 [rows, ", (vocab_size + kMaskBits - 1) / kMaskBits,
               "] with a dense last dimension, got ", bits->sizes());
-  check_index(name, *mask_rows, lanes, bits->size(0), "mask rows");
-  return {bits->const_data_ptr<int32_t>(), bits->stride(0), mask_rows->const_data_ptr<int64_t>()};
+  return {bits->const_data_ptr<int32_t>(), bits->stride(0),
+          check_index(name, *mask_rows, lanes, bits->size(0), "mask rows")};
 }
 
 at::Tensor greedy(const char* name, const at::Tensor& logits, const std::optional<at::Tensor>& bits,
@@ -69,23 +67,19 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> sample_full_cpu(
     const std::optional<at::Tensor>& mask_rows) {
   check_logits(logits, "sample_full");
   const int64_t lanes = logits.size(0), vocab_size = logits.size(1), num_rows = counts.size(0);
+  check_tensor("sample_full", reals, at::kFloat, {num_rows, -1}, "reals");
+  check_tensor("sample_full", integers, at::kLong, {num_rows, -1}, "integers");
+  check_tensor("sample_full", counts, at::kInt, {num_rows, vocab_size}, "token_counts");
   const int64_t biases = reals.size(1) - kReals;
   const int64_t stops = integers.size(1) - kIntegers - biases;
-  for (const at::Tensor& state : {reals, integers, counts}) {
-    TORCH_CHECK(state.is_contiguous() && state.dim() == 2 && state.size(0) == num_rows,
-                "sample_full: reals, integers and token_counts are contiguous [rows, ...]");
-  }
-  TORCH_CHECK(biases >= 0 && stops >= 0 && counts.size(1) == vocab_size,
-              "sample_full: the state has ", reals.sizes(), ", ", integers.sizes(), " and ",
-              counts.sizes(), ", expected are 6 + biases, 3 + biases + stops and ", vocab_size);
+  TORCH_CHECK(biases >= 0 && stops >= 0, "sample_full: the state has ", reals.sizes(), " and ",
+              integers.sizes(), ", expected are 6 + biases and 3 + biases + stops");
   TORCH_CHECK(0 <= tops && tops <= vocab_size, "sample_full: ", tops,
               " log-probabilities of a vocabulary of ", vocab_size);
-  check_index("sample_full", rows, lanes, num_rows, "rows");
-  check_index("sample_full", positions, lanes,
-              std::numeric_limits<int64_t>::max(), "positions");
+  const int64_t* row = check_index("sample_full", rows, lanes, num_rows, "rows");
+  check_index("sample_full", positions, lanes, std::numeric_limits<int64_t>::max(), "positions");
   if (inputs) check_index("sample_full", *inputs, lanes, vocab_size, "inputs");
   const LaneMasks masks = checked_masks("sample_full", bits, mask_rows, lanes, vocab_size);
-  const int64_t* row = rows.const_data_ptr<int64_t>();
   for (int64_t lane = 0; lane < lanes; ++lane) {
     const int64_t* ids = integers.const_data_ptr<int64_t>() + row[lane] * integers.size(1);
     for (int64_t i = kIntegers; i < integers.size(1); ++i) {
@@ -99,7 +93,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> sample_full_cpu(
   at::Tensor tokens = at::empty({lanes}, longs), logprob = at::empty({lanes}, floats);
   at::Tensor top_logprobs = at::empty({lanes, tops}, floats);
   at::Tensor top_ids = at::empty({lanes, tops}, longs);
-  const int used = static_cast<int>(std::clamp<int64_t>(lanes, 1, threads()));
+  const int used = useful_threads(lanes, threads());
   at::Tensor scratch = at::empty({used * sample_scratch_floats(vocab_size)}, floats);
   for_float_type("sample_full", logits.scalar_type(), [&]<class T>(T) {
     sample_full(SampleArgs<T>{
@@ -116,9 +110,3 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> sample_full_cpu(
 
 }  // namespace
 }  // namespace stepgraph
-
-TORCH_LIBRARY_IMPL(stepgraph, CPU, library) {
-  library.impl("sample_greedy", &stepgraph::sample_greedy_cpu);
-  library.impl("most_likely", &stepgraph::most_likely_cpu);
-  library.impl("sample_full", &stepgraph::sample_full_cpu);
-}

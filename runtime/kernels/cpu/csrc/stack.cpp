@@ -12,9 +12,8 @@ template <class T>
 void StackJob::prepare(const StackStep<T>& step, std::shared_ptr<const void> keep) {
   const StackShape& shape = stack_.shape_;
   const int64_t tiles = (step.tokens + kTileRows - 1) / kTileRows;
-  int threads = static_cast<int>(
-      std::clamp<int64_t>(stack_.layer_bytes<T>() * tiles / kLayerBytesPerThread, 1,
-                          step.threads));
+  int threads =
+      useful_threads(stack_.layer_bytes<T>() * tiles / kLayerBytesPerThread, step.threads);
   int64_t units = stack_.units(step.tokens);
   for (size_t i = 0; i < plans_.size(); ++i) {
     const auto [group, window, chunk] = stack_.plan_keys_[i];

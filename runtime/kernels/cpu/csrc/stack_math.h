@@ -45,6 +45,16 @@ inline void put_sums(const float* sums, int64_t rows, int64_t columns, T* out, i
   }
 }
 
+// publish(block, first row, rows, sums [rows][32]) of a linear layer without more to do: rounds the
+// sums to rows of `columns` elements.
+template <class T>
+inline auto to_rows(T* out, int64_t columns) {
+  return [=](int64_t block, int64_t row, int64_t rows, const float* sums) {
+    const int64_t first = block * kBlock;
+    put_sums(sums, rows, columns - first, out + row * columns + first, columns);
+  };
+}
+
 // A norm, whose weight is of the model's type; null: there is none.
 struct NormWeights {
   const void* weight = nullptr;

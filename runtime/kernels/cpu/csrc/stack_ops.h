@@ -1,5 +1,5 @@
-// `stepgraph::stack_create`, `stack_destroy`, `stack_workspace` and `decoder_stack`: what `stack.py`
-// declares, checked here and handed to `stack.h`. Part of `ops.cpp`.
+// Operators over layers that lists of tensors, integers and numbers describe: the stack, as
+// `stack.py` declares it, and `packed_experts`, as `experts_operator.py`. Part of `ops.cpp`.
 #pragma once
 
 #include <algorithm>
@@ -11,15 +11,142 @@
 
 #include <unistd.h>
 
+#include <ATen/core/List.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
 
-#include "argument_reader.h"
-#include "checks.h"
 #include "collective_ops.h"
+#include "linear_ops.h"
+#include "mixture.h"
 #include "stack.h"
 
 namespace stepgraph {
+
+// Takes what `OperatorArguments` of `experts_operator.py` lists, one after another, and checks each
+// tensor. Errors name the operator.
+class ArgumentReader {
+ public:
+  ArgumentReader(const char* op, const c10::List<std::optional<at::Tensor>>& tensors,
+                 at::IntArrayRef integers, c10::ArrayRef<double> numbers, at::ScalarType dtype)
+      : op_(op), tensors_(tensors), integers_(integers), numbers_(numbers), dtype_(dtype) {
+    check_model_type(op, dtype);
+  }
+
+  int64_t integer() { return integers_.at(next_integer_++); }
+  bool flag() { return integer() != 0; }
+  float number() { return static_cast<float>(numbers_.at(next_number_++)); }
+
+  // [size] of the model's type, or null.
+  const void* vector(int64_t size, const char* name) { return dense({size}, name, dtype_); }
+
+  NormWeights norm(int64_t size, const char* name) {
+    NormWeights weights;
+    weights.weight = vector(size, name);
+    weights.eps = number();
+    weights.offset = flag();
+    return weights;
+  }
+
+  // A packed weight [columns, inputs], its scales if it is int8, and its bias. With `count` the first
+  // of `count` that follow one another.
+  Weights linear(int64_t columns, int64_t inputs, const char* name, int64_t count = 1) {
+    const std::optional<at::Tensor> packed = take(), scales = take(), bias = take();
+    TORCH_CHECK(packed, op_, ": the weight of ", name, " is missing");
+    return packed_weights(op_, name, dtype_, columns, inputs, *packed, scales, bias, count);
+  }
+
+  Activation activation() {
+    Activation read;
+    read.gelu = flag();
+    read.limit = number();
+    read.alpha = number();
+    read.up_offset = number();
+    return read;
+  }
+
+  Mixture mixture(int64_t hidden) {
+    Mixture read{};
+    Routing& routing = read.routing;
+    read.hidden = hidden;
+    routing.experts = integer();
+    read.shared = integer();
+    read.inner = integer();
+    read.scaled_inputs = flag();
+    routing.top_k = integer();
+    routing.scores = static_cast<Scores>(integer());
+    routing.normalised = flag();
+    routing.scale = number();
+    routing.groups = integer();
+    routing.top_groups = integer();
+    routing.sums_of_two = flag();
+    routing.chooses_by_logits = flag();
+    read.router = dense({routing.experts, hidden}, "the router", dtype_);
+    TORCH_CHECK(read.router != nullptr, op_, ": the router is missing");
+    read.router_bias = vector(routing.experts, "the bias of the router");
+    read.correction =
+        static_cast<const float*>(dense({routing.experts}, "the correction", at::kFloat));
+    read.gate_up = linear(read.inner, hidden, "gate and up of experts", 2 * read.total());
+    read.activation = activation();
+    read.down = linear(hidden, read.inner, "down of experts", read.total());
+    return read;
+  }
+
+  // What was read, to be kept as long as the pointers into it.
+  std::vector<at::Tensor> finish() {
+    TORCH_CHECK(next_ == tensors_.size() && next_integer_ == integers_.size() &&
+                    next_number_ == numbers_.size(),
+                op_, ": more tensors, integers or numbers than the layers have");
+    return std::move(kept_);
+  }
+
+ private:
+  // A contiguous tensor, or null.
+  const void* dense(at::IntArrayRef sizes, const char* name, at::ScalarType dtype) {
+    const std::optional<at::Tensor> tensor = take();
+    if (!tensor) return nullptr;
+    check_tensor(op_, *tensor, dtype, sizes, name);
+    return tensor->const_data_ptr();
+  }
+
+  std::optional<at::Tensor> take() {
+    std::optional<at::Tensor> tensor = tensors_.get(next_++);
+    if (tensor) kept_.push_back(*tensor);
+    return tensor;
+  }
+
+  const char* op_;
+  const c10::List<std::optional<at::Tensor>>& tensors_;
+  at::IntArrayRef integers_;
+  c10::ArrayRef<double> numbers_;
+  at::ScalarType dtype_;
+  size_t next_ = 0, next_integer_ = 0, next_number_ = 0;
+  std::vector<at::Tensor> kept_;
+};
+
+inline at::Tensor packed_experts_cpu(const at::Tensor& x, const std::optional<at::Tensor>& live,
+                                     const c10::List<std::optional<at::Tensor>>& tensors,
+                                     at::IntArrayRef integers, c10::ArrayRef<double> numbers) {
+  TORCH_CHECK(x.dim() == 2, "packed_experts: x is [tokens, hidden], got ", x.sizes());
+  const int64_t tokens = x.size(0), hidden = x.size(1);
+  ArgumentReader reader("packed_experts", tensors, integers, numbers, x.scalar_type());
+  const Mixture mixture = reader.mixture(hidden);
+  auto keep = std::make_shared<std::vector<at::Tensor>>(reader.finish());
+  if (live) check_tensor("packed_experts", *live, at::kBool, {tokens}, "live");
+  // The kernel reads whole words: an odd last element gets a zero beside it.
+  const at::Tensor inputs =
+      hidden % 2 != 0 ? at::constant_pad_nd(x, {0, 1}).contiguous() : x.contiguous();
+  at::Tensor out = at::empty({tokens, hidden}, x.options());
+  keep->push_back(inputs);
+  if (live) keep->push_back(*live);
+  for_model_type("packed_experts", x.scalar_type(), [&]<class T>(T) {
+    run_mixture(MixtureArgs<T>{mixture, inputs.const_data_ptr<T>(), inputs.size(1),
+                               live ? live->const_data_ptr<bool>() : nullptr,
+                               out.mutable_data_ptr<T>(), tokens, threads()},
+                keep);
+  });
+  return out;
+}
 
 // A stack and the tensors that it points into.
 struct OwnedStack {
@@ -32,8 +159,20 @@ struct OwnedStack {
   pid_t process = getpid();
 };
 
-inline AttentionBlock read_attention(ArgumentReader& reader, const StackShape& shape) {
+// `plans` are those of the blocks before.
+inline AttentionBlock read_attention(ArgumentReader& reader, OwnedStack& owned,
+                                     std::vector<StackPlan>& plans, const StackShape& shape) {
   AttentionBlock block{};
+  StackPlan plan{};
+  plan.group = reader.integer();
+  block.position = reader.integer();
+  plan.window = reader.integer();
+  plan.chunk = reader.integer();
+  block.rope = reader.integer();
+  block.plan = std::find(plans.begin(), plans.end(), plan) - plans.begin();
+  if (block.plan == static_cast<int64_t>(plans.size())) plans.push_back(plan);
+  owned.groups = std::max(owned.groups, plan.group + 1);
+  owned.ropes = std::max(owned.ropes, block.rope + 1);
   block.embedding_norm = reader.norm(shape.hidden, "the norm of embeddings");
   block.input_norm = reader.norm(shape.hidden, "the input norm");
   const int64_t inputs = (block.embedding_norm.weight == nullptr ? 1 : 2) * shape.hidden;
@@ -53,11 +192,13 @@ inline AttentionBlock read_attention(ArgumentReader& reader, const StackShape& s
   return block;
 }
 
-inline MlpBlock read_mlp(ArgumentReader& reader, const StackShape& shape) {
+// `mixtures` counts them.
+inline MlpBlock read_mlp(ArgumentReader& reader, int64_t& mixtures, const StackShape& shape) {
   MlpBlock block{};
   block.norm = reader.norm(shape.hidden, "the norm of the MLP");
   if (reader.flag()) {
     block.mixture = reader.mixture(shape.hidden);
+    block.mixture_place = mixtures++;
   } else {
     block.inner = reader.integer();
     block.gate_up = reader.linear(2 * block.inner, shape.hidden, "gate and up");
@@ -92,25 +233,9 @@ inline int64_t stack_create(const c10::List<std::optional<at::Tensor>>& tensors,
   int64_t mixtures = 0;
   for (StackBlock& block : blocks) {
     if (reader.flag()) {
-      const int64_t group = reader.integer(), position = reader.integer();
-      const int64_t window = reader.integer(), chunk = reader.integer();
-      const int64_t rope = reader.integer();
-      const StackPlan plan{group, window, chunk};
-      const auto found = std::find(plans.begin(), plans.end(), plan);
-      const int64_t index = found - plans.begin();
-      if (found == plans.end()) plans.push_back(plan);
-      owned.groups = std::max(owned.groups, group + 1);
-      owned.ropes = std::max(owned.ropes, rope + 1);
-      AttentionBlock attention = read_attention(reader, shape);
-      attention.position = position;
-      attention.plan = index;
-      attention.rope = rope;
-      block.product = attention;
+      block.product = read_attention(reader, owned, plans, shape);
     } else {
-      MlpBlock mlp = read_mlp(reader, shape);
-      mlp.mixture_place = mixtures;
-      mixtures += mlp.mixture.has_value();
-      block.product = std::move(mlp);
+      block.product = read_mlp(reader, mixtures, shape);
     }
     block.summed = reader.flag();
     block.output_norm = reader.norm(shape.hidden, "the output norm");

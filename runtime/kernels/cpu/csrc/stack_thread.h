@@ -336,10 +336,7 @@ class StackThread {
                T* residual) {
     const int64_t hidden = shape_.hidden, chunk = job_.summed_rows_;
     T* projected = chunk == step_.tokens ? own_part<T>() : workspace_ + at_.projected;
-    product([&](int64_t block, int64_t row, int64_t rows, const float* sums) {
-      put_sums(sums, rows, hidden - block * kBlock, projected + row * hidden + block * kBlock,
-               hidden);
-    });
+    product(to_rows(projected, hidden));
     for (int64_t first = 0; first < step_.tokens; first += chunk) {
       const int64_t rows = std::min(chunk, step_.tokens - first);
       if (chunk != step_.tokens) {
@@ -409,10 +406,7 @@ class StackThread {
     const int64_t hidden = shape_.hidden;
     if (output_norm.weight != nullptr) {
       T* projected = workspace_ + at_.projected;
-      product([&](int64_t block, int64_t row, int64_t rows, const float* sums) {
-        put_sums(sums, rows, hidden - block * kBlock, projected + row * hidden + block * kBlock,
-                 hidden);
-      });
+      product(to_rows(projected, hidden));
       each_row([&](int64_t t) {
         norm_row<T>(projected + t * hidden, output_norm, hidden, residual + t * hidden,
                     x + t * hidden, factor);
@@ -460,11 +454,7 @@ class StackThread {
     }
     // Columns of a gate and of its up lie in blocks that do not match.
     T* both = workspace_ + at_.gate_up;
-    linear(mlp.gate_up, inputs, at_.normed_stride, begin_of(mlp.down),
-           [&](int64_t block, int64_t row, int64_t rows, const float* sums) {
-             put_sums(sums, rows, 2 * size - block * kBlock, both + row * 2 * size + block * kBlock,
-                      2 * size);
-           });
+    linear(mlp.gate_up, inputs, at_.normed_stride, begin_of(mlp.down), to_rows(both, 2 * size));
     each_row([&](int64_t t) {
       const T *gate = both + t * 2 * size, *up = gate + size;
       T* out = inner + t * padded(size);
