@@ -15,7 +15,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from ...graphs.buckets import Buckets
 from ..config import Speculation
@@ -93,7 +93,7 @@ LEAST_CHANCE = 0.05
 
 LEARNING_RATE = 0.1
 
-"""Share of an error by which the time of the kind of step that was run is corrected."""
+"""Share of an error by which the time of the kind of verify step that was run is corrected."""
 
 COMMON_RATE = 0.05
 
@@ -111,13 +111,13 @@ FADING = 5e-4
 """Share by which each step lowers the times of other verify steps, never below that of a decode
 step: one that was taken for too slow is tried again."""
 
+DECODE_RATE = 0.3
+
+"""Share of an error by which the time of a decode step is corrected: few of them are timed."""
+
 UNTIMED = 16
 
 """Of decode steps that pay for drafts, one of this many is timed."""
-
-VERIFY_IN_A_ROW = 32
-
-"""Verify steps after which a decode step is run, so that its time remains known."""
 
 
 class _Times:
@@ -180,7 +180,6 @@ class VerifyCosts:
             for count in range(1, rows.largest + 1)
             if (fitting := rows.fit(count))
         }
-        self._in_a_row = 0
 
     def choose(self, chances: Sequence[Sequence[float]], otherwise: float = 1.0) -> list[int]:
         """Return the number of drafts of each row of the step with the largest gain.
@@ -192,7 +191,7 @@ class VerifyCosts:
             otherwise: the time of the step if it verifies nothing, in decode steps.
         """
         none = [0] * len(chances)
-        if self._in_a_row >= VERIFY_IN_A_ROW or not any(chances):
+        if not any(chances):
             return none
         times = self._times[len(chances)]
         times.fade()
@@ -271,23 +270,16 @@ class VerifyCosts:
         """Return the tokens that a verify step computes, padding included."""
         return times.size * tokens_per_row if self._padded else tokens + times.size - rows
 
-    def count(self, tokens_per_row: int) -> None:
-        """Count a step, with or without prefill."""
-        self._in_a_row = self._in_a_row + 1 if tokens_per_row > 1 else 0
+    def observe_decode(self, rows: int, seconds: float, steps: int = 1) -> None:
+        """Correct the time of a decode step by how long the last of `steps` took.
 
-    def observe_decode(
-        self, rows: int, seconds: float, steps: int = 1, rate: float = LEARNING_RATE
-    ) -> float:
-        """Correct the time of a decode step by how long the last of `steps` took, and return it.
-
-        Invalid times are ignored. `rate`: share of the error by which it is corrected.
+        Invalid times are ignored.
         """
         times = self._times[rows]
         if 0 < seconds < math.inf:
             error = seconds / times.decode - 1
-            times.decode *= 1 + rate * min(max(error, -LARGEST_ERROR), LARGEST_ERROR)
+            times.decode *= 1 + DECODE_RATE * min(max(error, -LARGEST_ERROR), LARGEST_ERROR)
             times.unfaded += steps
-        return times.decode
 
     def observe(self, rows: int, tokens_per_row: int, tokens: int, seconds: float) -> None:
         """Correct the time of a verify step by how long one took. Invalid times are ignored.
@@ -344,6 +336,23 @@ class BatchCosts:
 
 
 # What decides which rows verify how many drafts. No torch.
+#
+# The account is charged for each step that drafts: that looks for drafts, verifies or proposes
+# some. While it is overdrawn none does. All steps add a small share of their time.
+
+FIRST_TIMED, TIMED_AFTER, TIMED_STEPS = 8, 128, 4
+
+"""Steps that draft after which some decode steps are run, at first and later, so that their time
+remains known; and how many. The first of them does not count: it finds the caches cold."""
+
+LOOKUP_PRICE = 2.0
+
+"""What a second of looking for drafts costs: so half of what drafts gain may be spent on it."""
+
+LARGEST_DELAY = 0.5
+
+"""Decode steps that a lookup takes, at most: what takes longer is a disturbance by other
+processes."""
 
 
 @dataclass(eq=False)
@@ -365,6 +374,13 @@ class Speculator(ABC):
     calibration_seconds: float = 0.0
     """Seconds that measuring the times took."""
 
+    share: ClassVar[float]
+    """Share of the time of steps that is credited to the account."""
+    first_credit: ClassVar[float]
+    """Time that may be lost to drafts before they have gained any, in decode steps."""
+    most_credit: ClassVar[float]
+    """The same, after they have gained much."""
+
     waits = False
     """Whether the step in flight is to be committed before the next one is planned."""
     proposes = 0
@@ -372,10 +388,16 @@ class Speculator(ABC):
 
     def __post_init__(self) -> None:
         """Start without requests."""
-        self._credit = 0.0
+        self._credit = self.first_credit
         """Time that may be lost to drafts, in decode steps."""
+        self._since_timed = TIMED_AFTER - FIRST_TIMED
+        """Steps that drafted since the last decode steps that were timed."""
+        self._plain = 0
+        """Timed decode steps since the last step that drafted."""
         self._is_timed = True
         """Whether the time of the step to be planned counts."""
+        self._slowdown = 1.0
+        """Measured times of steps that propose and verify nothing, relative to those expected."""
         self._untimed = 0
         """Decode steps since the last one that was timed, in a pause."""
         self._lookup_ns = 0
@@ -397,6 +419,11 @@ class Speculator(ABC):
         """Plan a decode step that pays for drafts. Of several in a row, the last one is timed."""
         self._untimed += 1
         self._is_timed = self._untimed >= UNTIMED
+
+    @property
+    def _is_timing(self) -> bool:
+        """Whether decode steps are to be run; those with grammars take time of their own."""
+        return self.config.adaptive and self._since_timed >= TIMED_AFTER and not self._has_grammar
 
     @abstractmethod
     def propose(self, requests: Sequence[Request]) -> Sequence[Sequence[int]]:
@@ -433,11 +460,47 @@ class Speculator(ABC):
             seconds = (arrived_ns - max(began, started)) / 1e9
             self._learn(plan, advanced, seconds, lookup_seconds)
 
-    @abstractmethod
     def _learn(
         self, plan: StepPlan, advanced: Sequence[int] | None, seconds: float, lookup_seconds: float
     ) -> None:
         """Learn from the time of a step, and of the search for drafts before it."""
+        if not plan.decode or any(request.matcher is not None for request in plan.decode):
+            return  # masks take time of their own
+        drafted = advanced is not None or plan.proposes or lookup_seconds
+        if plan.prefill and not drafted:
+            return
+        rows, costs = len(plan.decode), self.costs.of(plan.decode)
+        untimed, self._untimed = max(self._untimed, 1), 0
+        gained = self.share * untimed
+        if not drafted:
+            self._plain += 1
+            if self._plain > 1:
+                costs.observe_decode(rows, seconds, untimed)
+            if self._plain == TIMED_STEPS:
+                self._since_timed = 0
+        else:
+            self._plain = 0
+            decode_seconds = costs.decode_seconds(rows)
+            n, tokens = plan.tokens_per_row, plan.decode_tokens
+            if advanced is None:
+                expected, reached = self._undrafted(rows) * decode_seconds, rows
+            else:
+                expected, reached = costs.verify_seconds(rows, n, tokens), sum(advanced)
+            took = expected  # with a chunk of prefill, the step took longer
+            if not plan.prefill:
+                self._since_timed += 1
+                took = min(seconds, (1 + LARGEST_ERROR) * expected)
+                if advanced is not None:
+                    costs.observe(rows, n, tokens, seconds)
+                elif plan.proposes:
+                    self._slowdown *= 1 + LEARNING_RATE * (took / expected - 1)
+            gained += reached / rows - took / decode_seconds
+            gained -= LOOKUP_PRICE * min(lookup_seconds / decode_seconds, LARGEST_DELAY)
+        self._credit = min(self._credit + gained, self.most_credit)
+
+    def _undrafted(self, rows: int) -> float:
+        """Return the time of a step that drafts and verifies nothing, in decode steps."""
+        return 1.0
 
     def _begin_batch(self, requests: Sequence[Request]) -> None:
         """Take the rows of the next step: the same list until a request joins or leaves."""
@@ -479,9 +542,9 @@ class Speculator(ABC):
 #     host        plan N + 1: verify 3       commit N, plan N + 2         commit N + 1
 #
 # A step that proposes takes longer, whether or not its drafts are verified. When the account is
-# overdrawn the drafter is paused. Each decode step refunds a little; once there is enough, one
-# probe step proposes, and drafting resumes if its drafts look profitable. Slow steps among fast
-# ones are what a 99th percentile shows, so unsuccessful probes become rarer.
+# overdrawn the drafter is paused. Each decode step refunds a little; once there is enough, a few
+# steps propose, and go on if their drafts gain time. Slow steps among fast ones are what a 99th
+# percentile shows, so these are fewer than one in a hundred.
 #
 # Steps with token masks propose nothing. Of rows whose output follows a grammar, tokens that it
 # forces are verified. Only before such a step the loop commits the step in flight (`waits`).
@@ -491,19 +554,9 @@ class Speculator(ABC):
 # accepted so far, by number of the draft. Where it knows the drafts, it sends them, and chooses by
 # the probabilities that the drafter gave them.
 
-DRAFT_SHARE, LEAST_SHARE = 0.006, 0.0015
+PROBE = 2.0
 
-"""Share of the time of decode steps that may be spent on drafts that do not pay, until the first
-pause, and the least. Each pause without a gain before it halves the share."""
-
-FIRST_DRAFTER_CREDIT, PROBE, MOST_DRAFTER_CREDIT = 64.0, 2.0, 128.0
-
-"""Time that may be lost to drafts before they have gained any, after a pause, and after they have
-gained much: in decode steps."""
-
-DRAFTER_GAINING = 8.0
-
-"""Credit at which a probe has shown that drafts pay again."""
+"""Credit at which a pause ends."""
 
 PAUSED_TIME = 0.7
 
@@ -515,11 +568,6 @@ MOST_DRAFTER_DEFICIT = 8.0
 """How far below zero the credit may fall, in decode steps, before a paused drafter no longer
 proposes after prompts."""
 
-FIRST_TIMED, TIMED_AFTER, TIMED_STEPS = 8, 128, 4
-
-"""Steps that propose after which some decode steps are run, at first and later, so that their time
-remains known; and how many. The first of them does not count: it finds the caches cold."""
-
 
 @dataclass(eq=False)
 class DrafterSpeculator(Speculator):
@@ -529,34 +577,26 @@ class DrafterSpeculator(Speculator):
     """
 
     proposing: Callable[[int], float]
-    """Returns how long a step with this number of rows takes that neither proposes nor verifies, as
+    """Returns how long a step with this number of rows takes that proposes and verifies nothing, as
     a multiple of the time of a decode step."""
+
+    share, first_credit, most_credit = 0.002, 64.0, 128.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._credit = FIRST_DRAFTER_CREDIT
         self._acceptance = Acceptance(PROBABILITY_RATES, 256.0)
         self._by_position = Acceptance(POSITION_RATES, 256.0)
-        self._paused, self._share = False, DRAFT_SHARE
-        self._is_probe = False
-        """Whether the drafter works after a pause, and has not gained yet."""
-        self._since_timed = TIMED_AFTER - FIRST_TIMED
-        """Steps that proposed since the last decode steps that were timed."""
-        self._plain = 0
-        """Timed decode steps since the last step that proposed."""
-        self._slowdown = 1.0
-        """Measured times of steps that propose and verify nothing, relative to `proposing`."""
+        self._paused = False
         self._proposing_steps = 0
 
     def propose(self, requests: Sequence[Request]) -> Sequence[Sequence[int]]:
         self.begin_plan()
         self._begin_batch(requests)
-        has_grammar, pauses = self._has_grammar, self._is_overdrawn
-        if self.config.adaptive:
-            self._set_pause(pauses)
-            if self._since_timed >= TIMED_AFTER and not has_grammar:  # whose steps are not timed
-                return ()
-        if pauses and not (has_grammar or any(request.num_drafts for request in requests)):
+        has_grammar = self._has_grammar
+        self._paused = self._is_overdrawn
+        if self._is_timing:
+            return ()
+        if self._paused and not (has_grammar or any(request.num_drafts for request in requests)):
             self._pay()
             return ()
         sizes = self.sizes(len(requests))
@@ -566,21 +606,15 @@ class DrafterSpeculator(Speculator):
         guesses = [self._guess(request).first(sizes[-1] - 1) for request in requests]
         counts = [len(own.tokens) for own in guesses]
         if self.config.adaptive and any(counts):
-            chances, otherwise = [own.chances for own in guesses], 1.0
-            if pauses and not has_grammar:
-                otherwise = PAUSED_TIME
-            elif not (has_grammar or self._is_probe):
-                otherwise = self._propose_multiple(len(requests))
-            counts = self.costs.of(requests).choose(chances, otherwise)
-            if self._is_probe and not any(counts):
-                pauses = True
-                self._set_pause(pauses)
+            otherwise = PAUSED_TIME if self._paused else self._undrafted(len(requests))
+            chances = [own.chances for own in guesses]
+            counts = self.costs.of(requests).choose(chances, 1.0 if has_grammar else otherwise)
         verifies = any(counts)
         if has_grammar:
             self.waits = self.is_async_device and verifies
             if any(request.num_pending for request in requests):
                 return ()
-        elif verifies or not pauses:
+        elif verifies or not self._paused:
             self.proposes = min(self.config.num_speculative_tokens, sizes[-1] - 1)
         if not verifies:
             return ()
@@ -606,14 +640,6 @@ class DrafterSpeculator(Speculator):
     def _is_overdrawn(self) -> bool:
         """Whether the drafter is to pause."""
         return self.config.adaptive and self._credit < (PROBE if self._paused else 0.0)
-
-    def _set_pause(self, pauses: bool) -> None:
-        """Begin or end a pause of the drafter, or continue as before."""
-        if pauses == self._paused:
-            return
-        self._paused, self._is_probe = pauses, not pauses
-        if pauses:
-            self._share = max(self._share / 2, LEAST_SHARE)
 
     def _guess(self, request: Request) -> Guess:
         """Return what may follow a request's newest token."""
@@ -664,41 +690,9 @@ class DrafterSpeculator(Speculator):
         self, plan: StepPlan, advanced: Sequence[int] | None, seconds: float, lookup_seconds: float
     ) -> None:
         self._proposing_steps += plan.proposes > 0 or plan.prompt_drafts > 0
-        if not plan.decode or any(request.matcher is not None for request in plan.decode):
-            return  # masks take time of their own
-        rows, costs = len(plan.decode), self.costs.of(plan.decode)
-        if not plan.proposes:
-            if advanced is not None or plan.prefill:
-                return
-            untimed, self._untimed = self._untimed, 0
-            self._plain += 1
-            if self._plain > 1:
-                costs.observe_decode(rows, seconds, max(untimed, 1), 0.3)
-            if self._plain == TIMED_STEPS:
-                self._since_timed = 0
-            gained = self._share * max(untimed, 1)
-        else:
-            self._since_timed, self._plain = self._since_timed + 1, 0
-            decode_seconds = costs.decode_seconds(rows)
-            n, tokens = plan.tokens_per_row, plan.decode_tokens
-            if advanced is None:
-                expected, reached = self._propose_multiple(rows) * decode_seconds, rows
-            else:
-                expected, reached = costs.verify_seconds(rows, n, tokens), sum(advanced)
-            took = expected  # with a chunk of prefill, the step took longer
-            if not plan.prefill:
-                took = min(seconds, (1 + LARGEST_ERROR) * expected)
-                if advanced is not None:
-                    costs.observe(rows, n, tokens, seconds)
-                else:
-                    self._slowdown *= 1 + LEARNING_RATE * (took / expected - 1)
-            gained = reached / rows - took / decode_seconds
-            if self._credit > DRAFTER_GAINING:
-                self._share, self._is_probe = DRAFT_SHARE, False
-        self._credit = min(self._credit + gained, MOST_DRAFTER_CREDIT)
+        super()._learn(plan, advanced, seconds, lookup_seconds)
 
-    def _propose_multiple(self, rows: int) -> float:
-        """Return the time of a step that proposes and verifies nothing, in decode steps."""
+    def _undrafted(self, rows: int) -> float:
         return max(self._slowdown * self.proposing(rows), 1.0)
 
     def stats(self) -> dict[str, Any]:
@@ -725,41 +719,19 @@ FEW_TOKENS = 32
 
 """Rows with no more new tokens are indexed at once: any step adds fewer."""
 
-LOOKUP_SHARE, LOOKUP_PRICE = 0.01, 2.0
+NEW_CREDIT = 0.5
 
-"""Share of the time of decode steps that is credited to speculation, and what a second of looking
-for drafts costs: so half of what drafts gain may be spent on looking for them."""
-
-LOOKUPS_IN_A_ROW = 7
-
-"""Decode steps in a row with a lookup, before one without. Looking fills the processor's caches and
-slows the step down: only steps without show how long plain decoding takes."""
-
-LARGEST_DELAY = 0.5
-
-"""Decode steps that a lookup takes, and that it slows a step down, at most: what takes longer is a
-disturbance by other processes."""
-
-FIRST_CREDIT, MOST_CREDIT = 2.0, 16.0
-
-"""Time that may be lost to speculation before it has gained any, and after it has gained much: in
-decode steps."""
-
-NEW_CREDIT, MOST_DEFICIT = 0.5, 2.0
-
-"""The least credit of a batch of other requests, and the largest deficit, which 200 decode steps
-pay: text that follows may be easier to predict."""
+"""The least credit of a batch of other requests: their text may be easier to predict."""
 
 
 @dataclass(eq=False)
 class LookupSpeculator(Speculator):
     """Proposes the drafts of all rows, and chooses how many are verified."""
 
+    share, first_credit, most_credit = 0.01, 2.0, 16.0
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._credit = FIRST_CREDIT
-        self._lookups = 0
-        """Decode steps in a row that looked for drafts."""
         self._acceptance = Acceptance(LOOKUP_RATES, 64.0)
         self._candidates = 1 if self.config.method == "ngram" else MAX_CANDIDATES
         self._shared: SharedOutputs | None = None
@@ -773,12 +745,13 @@ class LookupSpeculator(Speculator):
         sizes = self.sizes(len(requests))
         if not sizes:
             return ()
-        pauses = self.config.adaptive and (self._credit < 0 or self._lookups >= LOOKUPS_IN_A_ROW)
-        if pauses and not self._has_grammar:
-            if self._credit < 0:
-                self._pay()
+        if self._is_timing:
             return ()
-        if pauses:  # nothing is looked up, but what a grammar forces is certain
+        if self.config.adaptive and self._credit < 0:
+            if not self._has_grammar:
+                self._pay()
+                return ()
+            # Nothing is looked up, but what a grammar forces is certain.
             return self._chosen(requests, [NOTHING] * len(requests), sizes[-1] - 1)
         began = time.perf_counter_ns()
         drafts = self._chosen(requests, self._looked(requests), sizes[-1] - 1)
@@ -830,37 +803,6 @@ class LookupSpeculator(Speculator):
         if not self.is_async_device:
             started_ns += self._lookup_ns
         self._launched.append((plan, started_ns, self._lookup_ns / 1e9))
-
-    def _learn(
-        self, plan: StepPlan, advanced: Sequence[int] | None, seconds: float, lookup_seconds: float
-    ) -> None:
-        if not plan.decode:
-            return
-        rows, costs = len(plan.decode), self.costs.of(plan.decode)
-        costs.count(plan.tokens_per_row)
-        looked = lookup_seconds > 0
-        if not looked or advanced is not None:
-            self._lookups = 0
-        if plan.prefill or any(request.matcher is not None for request in plan.decode):
-            return  # chunks and masks take time of their own
-        decode_seconds = costs.decode_seconds(rows)
-        untimed, self._untimed = self._untimed, 0
-        if advanced is None:
-            gained, most_credit = LOOKUP_SHARE * max(untimed, 1), FIRST_CREDIT
-            if looked:
-                self._lookups += 1
-                gained += max(1 - seconds / decode_seconds, -LARGEST_DELAY)
-            else:
-                decode_seconds = costs.observe_decode(rows, seconds, max(untimed, 1))
-        else:
-            n, tokens = plan.tokens_per_row, plan.decode_tokens
-            most = (1 + LARGEST_ERROR) * costs.verify_seconds(rows, n, tokens)
-            costs.observe(rows, n, tokens, seconds)
-            gained = sum(advanced) / rows - min(seconds, most) / decode_seconds
-            most_credit = MOST_CREDIT  # only drafts earn more than the first credit
-        gained -= LOOKUP_PRICE * min(lookup_seconds / decode_seconds, LARGEST_DELAY)
-        most_credit = max(most_credit, self._credit)
-        self._credit = min(max(self._credit + gained, -MOST_DEFICIT), most_credit)
 
     def _looked(self, requests: Sequence[Request]) -> list[Guess]:
         """Return what may follow each request.

@@ -19,13 +19,10 @@ from stepgraph.runtime.sampling_params import SamplingParams
 from stepgraph.runtime.scheduling.plan import Proposed, RowSpan, StepPlan
 from stepgraph.runtime.scheduling.speculator import (
     FEW_TOKENS,
-    FIRST_CREDIT,
     INDEXED_PER_STEP,
     LARGEST_DELAY,
     LEAST_GAIN,
     LOOKUP_PRICE,
-    LOOKUP_SHARE,
-    VERIFY_IN_A_ROW,
     BatchCosts,
     LookupSpeculator,
     Speculator,
@@ -116,18 +113,6 @@ def test_rows_do_not_wait_for_a_few(padded: bool, slope: float) -> None:
     assert all(costs(padded=padded, slope=slope).choose(all_rows))
 
 
-def test_decode_steps_remain_known() -> None:
-    learned = costs()
-    for _ in range(VERIFY_IN_A_ROW):
-        assert learned.choose([[1.0] * 4]) == [4]
-        learned.count(5)
-        learned.observe(1, 5, 5, 1.4)
-    assert learned.choose([[1.0] * 4]) == [0]
-    learned.count(1)
-    learned.observe_decode(1, 1.0)
-    assert learned.choose([[1.0] * 4]) == [4]
-
-
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=120), st.data())
 def test_a_draft_is_followed_while_it_is_right(tokens: list[int], data: st.DataObject) -> None:
     """The guess is that of a search, after the known tokens or before those that it foretold."""
@@ -176,7 +161,7 @@ def test_lookups_in_vain_take_a_small_share_of_the_time() -> None:
         for request in requests:
             request.append_token(step % 5 if step >= 800 else rng.randrange(10**6), now)
         if step == 800:
-            steps = FIRST_CREDIT + LARGEST_DELAY * LOOKUP_PRICE + LOOKUP_SHARE * 800
+            steps = speculator.first_credit + LARGEST_DELAY * LOOKUP_PRICE + speculator.share * 800
             assert looked_ns < steps * step_ns / LOOKUP_PRICE
     assert drafted_at is not None
     assert drafted_at <= 900
@@ -213,7 +198,6 @@ def test_a_verify_step_that_was_taken_for_too_slow_is_tried_again() -> None:
     chosen = []
     for _ in range(20_000):
         chosen.append(1 + slow.choose([[0.9] * 4])[0])
-        slow.count(chosen[-1])
         if chosen[-1] == 1:
             slow.observe_decode(1, 1.0)
         else:

@@ -13,7 +13,6 @@ from stepgraph.runtime.config import Speculation
 from stepgraph.runtime.request import DRAFT_ON_DEVICE, Request
 from stepgraph.runtime.scheduling.plan import Proposed, RowSpan, StepPlan
 from stepgraph.runtime.scheduling.speculator import (
-    FIRST_DRAFTER_CREDIT,
     BatchCosts,
     DrafterSpeculator,
     VerifyCosts,
@@ -64,15 +63,15 @@ def test_a_good_drafter_proposes_in_every_step(is_async_device: bool) -> None:
 def test_a_bad_drafter_costs_next_to_nothing_until_it_is_right_again() -> None:
     """A step that proposes is longer by 0.4 of a step.
 
-    Once the first credit is spent, these are one in a hundred steps, and in the end one in 270.
+    Once the first credit is spent, these are one in two hundred steps.
     """
     speculator, request = make(), row([1, 2, 3])
-    assert decode(speculator, request, 0.02, 300).seconds < 300 + FIRST_DRAFTER_CREDIT + 1
+    assert decode(speculator, request, 0.02, 300).seconds < 300 + speculator.first_credit + 1
     served = decode(speculator, request, 0.02, 3800)
-    assert 0 < served.proposing < 70
+    assert 0 < served.proposing < 25
     assert served.seconds < 3500 * 1.01
     decode(speculator, request, 0.02, 5000)
-    assert 0 < decode(speculator, request, 0.02, 15_000).proposing < 45
+    assert 0 < decode(speculator, request, 0.02, 15_000).proposing < 60
     decode(speculator, request, 0.9, 20_000)
     served = decode(speculator, request, 0.9, 20_600)
     assert served.proposing > 0.9 * served.steps
@@ -124,7 +123,7 @@ def test_a_rest_ends_while_others_prefill(every: int) -> None:
         now += 14 * 10**8 if plan.proposes else 10**9
         speculator.committed(plan, None, now)
     trials = speculator.stats()["proposing_steps"] - began
-    assert trials == 0 if every == 1 else 1 <= trials <= 20
+    assert trials == 0 if every == 1 else 1 <= trials <= 30
 
 
 def test_forced_tokens_do_not_wait_for_decode_steps_to_be_timed() -> None:
