@@ -12,6 +12,7 @@ the least counter of the waiting tenants, so that idleness earns no credit.
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import threading
 from collections import deque
@@ -23,7 +24,7 @@ from ..engine.engine import Engine
 from ..engine.request_output import RequestOutput
 from ..errors import DeadlineUnreachableError, OverloadedError, RequestError, SendTimeoutError
 from ..request import AbortReason
-from .request_handle import HandleState, Mailbox, RequestHandle
+from .request_handle import HandleState, RequestHandle, wake
 from .service_config import ServiceConfig
 
 __all__ = ["AdmissionQueue", "Dispatcher", "QueueLimits"]
@@ -237,8 +238,9 @@ class Dispatcher:
         self._max_unread = config.max_unread_tokens
         self._send_timeout = config.send_timeout
         self._num_rows = 1
-        self._news: set[Mailbox] = set()
-        self._mailboxes: set[Mailbox] = set()  # of all requests whose loops were open
+        self._has_news = False  # a request has, posted already or not
+        self._news: dict[asyncio.AbstractEventLoop, list[RequestHandle]] = {}
+        self._loops: set[asyncio.AbstractEventLoop] = set()  # of requests, as long as it is open
 
     @property
     def num_queued(self) -> int:
@@ -310,9 +312,10 @@ class Dispatcher:
         if error is not None:
             self.limits.leave(handle)
             self._end(handle, error)
+            self.flush()  # it does not wait for the step that follows
             return
         handle.state = HandleState.QUEUED
-        self._mailboxes.add(handle.mailbox)
+        self._loops.add(handle.loop)
         self._queue.push(handle)
         self._post(handle)
 
@@ -357,12 +360,12 @@ class Dispatcher:
 
     def end_unreadable(self, engine: Engine | None) -> None:
         """End the requests of closed event loops."""
-        closed = {mailbox for mailbox in self._mailboxes if mailbox.closed}
+        closed = {loop for loop in self._loops if loop.is_closed()}
         if closed:
             for handle in tuple(self.handles.values()):
-                if handle.mailbox in closed:
+                if handle.loop in closed:
                     self.abort(handle, engine, "abort")
-            self._mailboxes -= closed
+            self._loops -= closed
 
     def deliver(self, outputs: Sequence[RequestOutput], engine: Engine, now_ns: int) -> None:
         """Store the outputs of a step for their consumers."""
@@ -413,6 +416,7 @@ class Dispatcher:
         handle.output = RequestOutput.of(group)
         handle.abort_reason = reason
         self._end(handle)
+        self.flush()
 
     def abort_all(self, engine: Engine | None) -> None:
         """End all requests."""
@@ -423,11 +427,9 @@ class Dispatcher:
         """End all requests with an error, or with their last output if they have it."""
         ending = self._ending
         if ending is not None and ending.ended:  # perhaps not reported to its consumer
-            ending.posted = False
             self.limits.leave(ending)
             self._end(ending, ending.error)
         for handle in tuple(self.handles.values()):
-            handle.posted = False  # a wake-up may be lost
             if handle.state is not HandleState.PREPARING:  # else counted until it is prepared
                 self.limits.leave(handle)
             own = None
@@ -436,22 +438,24 @@ class Dispatcher:
                 own.__cause__ = error.__cause__
             self._end(handle, own)
         self._queue.clear()
-        self._mailboxes.clear()
+        self._loops.clear()
         self.next_deadline_ns = None
         self._running.clear()
         self._paused.clear()
         self._pausing = False
-        for mailbox in self._news:
-            mailbox.flush(again=True)
+        self.flush()
 
     def flush(self) -> bool:
-        """Wake the consumers that have news; return whether there were any."""
-        if not self._news:
-            return False
-        for mailbox in self._news:
-            mailbox.flush()
-        self._news.clear()
-        return True
+        """Wake the consumers that have news, each event loop once; return whether any has."""
+        had_news, self._has_news = self._has_news, False
+        for loop, handles in self._news.items():
+            try:
+                loop.call_soon_threadsafe(wake, tuple(handles))
+            except RuntimeError:
+                if not loop.is_closed():
+                    raise
+        self._news.clear()  # last: after an exception they are woken once more
+        return had_news
 
     def check_integrity(self) -> None:
         """Assert that what is derived from the states of the requests agrees with them."""
@@ -465,7 +469,7 @@ class Dispatcher:
         assert self._paused.keys() <= states[HandleState.RUNNING]
         assert all(handle.paused for handle in self._paused)
         served = [h for h in self._running.values() if h.abort_reason is None]
-        assert {handle.mailbox for handle in served} <= self._mailboxes
+        assert {handle.loop for handle in served} <= self._loops
         assert self.limits.num_requests >= len(self._queue)
 
     def _predict_delay(
@@ -534,8 +538,10 @@ class Dispatcher:
         self.abort(handle, engine, "abort")
 
     def _post(self, handle: RequestHandle) -> None:
-        handle.mailbox.post(handle)
-        self._news.add(handle.mailbox)
+        self._has_news = True
+        if not handle.posted:
+            self._news.setdefault(handle.loop, []).append(handle)
+            handle.posted = True  # last: after an exception before it, it is posted again
 
     def _retry_after(self) -> float:
         """Predict the seconds until a queued request gets a row."""

@@ -41,8 +41,6 @@ from .health import Health, Phase, ReloadResult, ServiceSnapshot
 from .request_handle import (
     Delta,
     Listener,
-    LoopMailbox,
-    Mailbox,
     RequestHandle,
     RequestOptions,
     make_handle,
@@ -105,7 +103,6 @@ class AsyncEngine:
         self._progress = False
         self._forked = False
         self._ids = _request_ids()
-        self._loops: dict[asyncio.AbstractEventLoop, LoopMailbox] = {}
         call_in_children(self)
         _open.add(self)
         self._finalizer = weakref.finalize(self, _drop, self._thread, self._callbacks)
@@ -188,7 +185,7 @@ class AsyncEngine:
             OverloadedError: too many requests wait.
             EngineUnavailableError, EngineFailedError, EngineClosedError: the engine is not running.
         """
-        return self._stream(prompt, params, options, num_read=0)
+        return self._begin(asyncio.get_running_loop, prompt, params, options, num_read=0)
 
     async def generate(
         self,
@@ -200,7 +197,8 @@ class AsyncEngine:
 
         Takes the arguments of `stream`; raises as `stream` and `AsyncStream.accepted`.
         """
-        return await self._stream(prompt, params, options, streams=False).finish()
+        loop = asyncio.get_running_loop
+        return await self._begin(loop, prompt, params, options, streams=False).finish()
 
     async def chat(
         self,
@@ -234,8 +232,8 @@ class AsyncEngine:
         if callback is not None:
             check_type("callback", callback, Callable, "a function of a Delta")
         streams = callback is not None
-        handle = self._begin(self._callbacks.start, prompt, params, options, streams=streams)
-        return self._callbacks.consume(handle, self._thread, callback)
+        stream = self._begin(self._callbacks.start, prompt, params, options, streams=streams)
+        return self._callbacks.consume(stream, callback)
 
     def abort(self, request_id: str) -> bool:
         """End a request within one step, with `finish_reason` `abort`. Any thread may call it.
@@ -462,8 +460,9 @@ class AsyncEngine:
             "preparing": requests.limits.num_requests - requests.num_queued,
         }
 
-    def _stream(
+    def _begin(
         self,
+        loop: Callable[[], asyncio.AbstractEventLoop],
         prompt: Prompt,
         params: SamplingParams | None,
         options: RequestOptions,
@@ -471,26 +470,11 @@ class AsyncEngine:
         num_read: int | None = None,
         streams: bool = True,
     ) -> AsyncStream:
-        mailbox = self._mailbox()
-        handle = self._begin(
-            lambda: mailbox, prompt, params, options, num_read=num_read, streams=streams
-        )
-        return AsyncStream(handle, self._thread, mailbox)
-
-    def _begin(
-        self,
-        mailbox: Callable[[], Mailbox],
-        prompt: Prompt,
-        params: SamplingParams | None,
-        options: RequestOptions,
-        *,
-        num_read: int | None = None,
-        streams: bool = True,
-    ) -> RequestHandle:
         """Count a request and prepare it: short lists of tokens now, others in a thread.
 
         Those whose grammar has to be compiled have threads of their own, for which no other prompt
-        waits. See `RequestHandle` for `num_read` and `streams`.
+        waits. `loop` returns the event loop of the consumer; see `RequestHandle` for `num_read` and
+        `streams`.
         """
         self._check_process()
         handle = make_handle(next(self._ids), params, options, time.perf_counter_ns())
@@ -500,7 +484,7 @@ class AsyncEngine:
         try:
             try:
                 thread.check_serving()
-                handle.mailbox = mailbox()
+                handle.loop = loop()
                 thread.dispatcher.register(handle)
             except StepgraphError as error:
                 if not isinstance(error, RequestError):  # else another request has its id
@@ -533,7 +517,7 @@ class AsyncEngine:
                     handle.failure = error
                 thread.admit(handle)
             raise
-        return handle
+        return AsyncStream(handle, thread)
 
     def _prepare(
         self,
@@ -558,17 +542,6 @@ class AsyncEngine:
                 raise
         finally:
             self._thread.admit(handle)
-
-    def _mailbox(self) -> LoopMailbox:
-        """Return the mailbox of the running event loop."""
-        loop = asyncio.get_running_loop()
-        mailbox = self._loops.get(loop)
-        if mailbox is None:
-            for other in tuple(self._loops):
-                if other.is_closed():
-                    self._loops.pop(other, None)
-            mailbox = self._loops.setdefault(loop, LoopMailbox(loop))
-        return mailbox
 
 
 def _request_ids() -> Iterator[str]:

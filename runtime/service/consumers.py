@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
-from functools import partial
+from concurrent.futures import Future
 
 from ..engine.request_output import RequestOutput
 from ..errors import EngineBusyError, EngineClosedError
-from .request_handle import (
-    Delta,
-    HandleState,
-    Inbox,
-    Listener,
-    LoopMailbox,
-    RequestHandle,
-    RequestRecord,
-)
+from .request_handle import Delta, HandleState, Listener, RequestHandle, RequestRecord
 from .step_thread import StepThread
 
 __all__ = ["AsyncStream", "CallbackThread"]
@@ -40,10 +31,9 @@ class AsyncStream:
     A stream that is not read gives up its row, and ends after `ServiceConfig.send_timeout`.
     """
 
-    def __init__(self, handle: RequestHandle, thread: StepThread, mailbox: LoopMailbox) -> None:
+    def __init__(self, handle: RequestHandle, thread: StepThread) -> None:
         self._handle = handle
         self._thread = thread
-        self._mailbox = mailbox
         self._deltas: deque[Delta] = deque()
         self._waits = False
 
@@ -112,26 +102,40 @@ class AsyncStream:
             SendTimeoutError: the deltas were not read for too long.
             StepgraphError: as `accepted`.
         """
+        if deltas := await self._read():
+            return deltas
+        error, output = self._handle.error, self._handle.output
+        if error is None and output is not None:
+            error = output.error
+        if error is not None:
+            raise error
+        return []
+
+    async def _read(self) -> list[Delta]:
+        """Return as `next_deltas`, without an error at the end."""
         handle = self._handle
         while True:
             ended = handle.ended  # read first: then the deltas below are the last ones
             deltas = handle.read()
             if handle.paused:
                 self._thread.resume(handle)
-            if deltas:
+            if deltas or ended:
                 return deltas
-            if ended:
-                break
             await self._news()
-        error = handle.error
-        if error is None and handle.output is not None:
-            error = handle.output.error
-        if error is not None:
-            raise error
-        return []
+
+    async def deliver(self, callback: Callable[[Delta], None] | None) -> RequestOutput:
+        """Call a function with each delta, and return the last output. Raises as `accepted`."""
+        while callback is not None and (deltas := await self._read()):
+            for delta in deltas:
+                callback(delta)
+        return await self.finish()
 
     async def aclose(self) -> None:
         """Abort the request, unless it has ended."""
+        self.abort()
+
+    def abort(self) -> None:
+        """Do as `aclose`. Any thread may call it."""
         if not self._handle.ended:
             self._thread.abort(self._handle)
 
@@ -148,67 +152,64 @@ class AsyncStream:
             )
         self._waits = True
         try:
-            await self._mailbox.news(self._handle)
+            self._handle.waiter = self._handle.loop.create_future()
+            await self._handle.waiter
         except BaseException:
-            await self.aclose()
+            self.abort()
             raise
         finally:
             self._waits = False
 
 
-_Consumer = tuple[StepThread, Callable[[Delta], None] | None, Future[RequestOutput]]
-
-
 class CallbackThread:
-    """A thread that calls callbacks and listeners, and the mailbox of requests that have them.
+    """A thread with an event loop, which calls callbacks and listeners, one after the other.
 
     Any thread may call any method. The thread starts with the first request: before, the process
     may fork.
     """
 
-    closed = False
-
     def __init__(self) -> None:
         self._listeners: tuple[Listener, ...] = ()
-        self._consumers: dict[RequestHandle, _Consumer] = {}
-        self._inbox = Inbox()
         self._lock = threading.RLock()
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._closing = False
+        self._ended = False
 
-    def start(self) -> CallbackThread:
-        """Start the thread, unless it runs.
+    def start(self) -> asyncio.AbstractEventLoop:
+        """Start the thread, unless it runs; return its event loop.
 
         Raises:
-            EngineClosedError: it has ended, or ends.
+            EngineClosedError: it has ended.
             RuntimeError: no thread can be started.
         """
         with self._lock:
-            if self._closing:
+            if self._ended:
                 raise EngineClosedError("the engine is closed: make a new one")
-            if self._thread is None:
-                thread = threading.Thread(target=self._run, name="stepgraph-callbacks", daemon=True)
-                self._thread = thread  # first: an interrupt of `start` may leave it running
+            if self._loop is None:
+                loop = asyncio.new_event_loop()
+                thread = threading.Thread(
+                    target=self._run, args=(loop,), name="stepgraph-callbacks", daemon=True
+                )
+                # First: an interrupt of `start` may leave it running.
+                self._loop, self._thread = loop, thread
                 try:
                     thread.start()
                 except RuntimeError:
-                    self._thread = None
+                    loop.close()
+                    self._loop = self._thread = None
                     raise
-        return self
+            return self._loop
 
     def consume(
-        self, handle: RequestHandle, thread: StepThread, callback: Callable[[Delta], None] | None
+        self, stream: AsyncStream, callback: Callable[[Delta], None] | None
     ) -> Future[RequestOutput]:
-        """Call a function with the deltas of a request; return the future of its last output."""
-        future: Future[RequestOutput] = Future()
-
-        def abort_cancelled(future: Future[RequestOutput]) -> None:
-            if future.cancelled() and not future.set_running_or_notify_cancel():
-                thread.abort(handle)
-
-        future.add_done_callback(abort_cancelled)
-        self._consumers[handle] = thread, callback, future
-        self._inbox.put(partial(self._deliver, handle))  # it may have ended
+        """Call a function with the deltas of a stream; return the future of its last output."""
+        with self._lock:
+            loop = self.start()
+            future = asyncio.run_coroutine_threadsafe(stream.deliver(callback), loop)
+        # Of one that was cancelled, or whose callback has raised.
+        future.add_done_callback(lambda future: stream.abort())
         return future
 
     def add_listener(self, listener: Listener) -> None:
@@ -220,30 +221,21 @@ class CallbackThread:
         """Pass a request that has ended to the listeners."""
         if not self._listeners:
             return
-        call = partial(_call_listeners, handle, time.perf_counter_ns(), self._listeners)
-        with suppress(EngineClosedError, RuntimeError):  # no thread can be started now
-            self.start()
-        if self._thread is None:
-            call()
-        else:
-            self._inbox.put(call)
-
-    def post(self, handle: RequestHandle) -> None:
-        """Note that a request has news."""
-        if not handle.posted:
-            handle.posted = True
-            self._inbox.put(partial(self._deliver, handle))
-
-    def flush(self, *, again: bool = False) -> None:
-        """Do nothing: `post` wakes the thread."""
+        arguments = handle, time.perf_counter_ns(), self._listeners
+        try:
+            with self._lock:
+                self.start().call_soon_threadsafe(_call_listeners, *arguments)
+        except (EngineClosedError, RuntimeError):  # the thread has ended, or cannot be started now
+            _call_listeners(*arguments)
 
     def end(self) -> None:
-        """End the thread after what it has been given. Later callbacks run where they arise."""
+        """End the thread after what it has been given. Later listeners run where records arise."""
         with self._lock:
             self._closing = True
-            if self._thread is None:
-                self._inbox.end()
-        self._inbox.put(lambda: None)  # wakes the thread
+            if self._loop is None:
+                self._ended = True
+            elif not self._ended:
+                self._loop.call_soon_threadsafe(self._loop.stop)
 
     def join(self) -> None:
         """Wait for the end of the thread, unless it calls this."""
@@ -253,37 +245,22 @@ class CallbackThread:
         if thread.ident is not None:  # else an interrupt kept it from starting
             thread.join()
 
-    def _run(self) -> None:
-        while not self._closing:
-            self._inbox.wait()
+    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
+        while True:
             try:
-                self._inbox.run()
-            except BaseException:  # of a callback that was added to a future
+                if not self._closing:
+                    loop.run_forever()
+                loop.run_until_complete(asyncio.sleep(0))  # begins what was given last
+                if tasks := asyncio.all_tasks(loop):
+                    loop.run_until_complete(asyncio.wait(tasks))
+                elif self._ended:
+                    break
+                else:
+                    with self._lock:
+                        self._ended = True
+            except BaseException:  # of a callback, or of one that was added to a future
                 logger.exception("a callback failed")
-        self._inbox.end()
-
-    def _deliver(self, handle: RequestHandle) -> None:
-        """Pass the news of a request to its consumer."""
-        handle.posted = False  # first: what follows is posted again
-        consumer = self._consumers.get(handle)
-        if consumer is None:
-            return
-        thread, callback, future = consumer
-        ended, error = handle.ended, handle.error  # first: then the deltas below are the last ones
-        if callback is not None and not future.done():
-            try:
-                for delta in handle.read():
-                    callback(delta)
-            except BaseException as raised:
-                thread.abort(handle)
-                ended, error = True, raised
-        if ended:
-            del self._consumers[handle]
-            with suppress(InvalidStateError):  # it was cancelled
-                if error is not None:
-                    future.set_exception(error)
-                elif handle.output is not None:
-                    future.set_result(handle.output)
+        loop.close()
 
 
 def _call_listeners(handle: RequestHandle, ended_ns: int, listeners: tuple[Listener, ...]) -> None:

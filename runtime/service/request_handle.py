@@ -14,12 +14,9 @@ from __future__ import annotations
 
 import asyncio
 import enum
-import threading
-from collections import deque
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from ..arguments import MAX_PRIORITY, check_integer, check_number, check_type
 from ..bounded_repr import bounded_repr
@@ -38,15 +35,13 @@ if TYPE_CHECKING:  # it needs torch
     from ..engine.request_output import RequestOutput
 
 __all__ = [
-    *("Delta", "HandleState", "Inbox", "Listener", "LoopMailbox", "Mailbox", "Outcome"),
-    *("RequestHandle", "RequestOptions", "RequestRecord", "make_handle", "nanoseconds"),
+    *("Delta", "HandleState", "Listener", "Outcome", "RequestHandle", "RequestOptions"),
+    *("RequestRecord", "make_handle", "nanoseconds", "wake"),
 ]
 
 
 MAX_SECONDS = 1e9
 MAX_TENANT_CHARS = 256
-MAX_WAIT = 3600.0
-"""Seconds of one wait; the limit of a lock's timeout depends on the platform."""
 
 
 class HandleState(enum.Enum):
@@ -56,119 +51,6 @@ class HandleState(enum.Enum):
     QUEUED = enum.auto()
     RUNNING = enum.auto()
     ENDED = enum.auto()
-
-
-class Inbox:
-    """Actions for one thread. Once that thread has ended, the thread that puts one runs it.
-
-    An action leaves the inbox after it has run. If an exception interrupts it, it runs once more,
-    so actions must be idempotent.
-    """
-
-    def __init__(self) -> None:
-        """Start empty."""
-        self._items: deque[Callable[[], None]] = deque()
-        self._begun: Callable[[], None] | None = None  # the last action that was called
-        self._wake = threading.Lock()  # locked: no item has arrived since the last wait
-        self._wake.acquire()
-        self._handling = threading.Lock()
-        self._ended = False
-
-    def put(self, item: Callable[[], None]) -> None:
-        """Add an action. Any thread and any finalizer may call it: it does not block."""
-        self._items.append(item)
-        if self._ended:
-            self.end()
-        else:
-            with suppress(RuntimeError):  # released already
-                self._wake.release()
-
-    def wait(self, timeout: float | None = None) -> None:
-        """Wait for an action, at most `timeout` seconds. It may return early."""
-        if not self._items:
-            self._wake.acquire(timeout=MAX_WAIT if timeout is None else min(timeout, MAX_WAIT))
-
-    def run(self) -> None:
-        """Run the actions that have arrived. For the one thread."""
-        while self._items:
-            item = self._items[0]
-            second = item is self._begun
-            if second:
-                self._items.popleft()  # there is no third attempt
-            self._begun = item
-            item()
-            if not second:
-                self._items.popleft()
-            self._begun = None
-
-    def end(self) -> None:
-        """Let other threads run what arrives from now on. The one thread calls it last."""
-        self._ended = True
-        while self._items and self._handling.acquire(blocking=False):  # else another thread does
-            try:
-                self.run()
-            finally:
-                self._handling.release()
-
-
-class Mailbox(Protocol):
-    """Wakes the consumers of requests."""
-
-    @property
-    def closed(self) -> bool:
-        """Whether its requests cannot be read any more."""
-
-    def post(self, handle: RequestHandle) -> None:
-        """Note that a request has news. Any thread may call it."""
-
-    def flush(self, *, again: bool = False) -> None:
-        """Wake the consumers that have news; `again` also if that is on its way."""
-
-
-class LoopMailbox:
-    """The requests whose consumers are tasks of one event loop, woken at most once a flush."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._news: deque[RequestHandle] = deque()
-        self._scheduled = False
-        self._waiters: dict[RequestHandle, asyncio.Future[None]] = {}
-
-    @property
-    def closed(self) -> bool:
-        """Whether the event loop is closed."""
-        return self._loop.is_closed()
-
-    def post(self, handle: RequestHandle) -> None:
-        """Note that a request has news."""
-        if not handle.posted:
-            handle.posted = True
-            self._news.append(handle)
-
-    def flush(self, *, again: bool = False) -> None:
-        """Wake the consumers that have news, unless a wake-up is scheduled and not `again`."""
-        if self._news and (again or not self._scheduled):
-            self._scheduled = True
-            try:
-                self._loop.call_soon_threadsafe(self._deliver)
-            except RuntimeError:
-                if not self.closed:
-                    raise
-                self._news.clear()
-
-    def news(self, handle: RequestHandle) -> asyncio.Future[None]:
-        """Return a future that is done once a request has news. One task at a time may await it."""
-        waiter = self._waiters[handle] = self._loop.create_future()
-        return waiter
-
-    def _deliver(self) -> None:
-        self._scheduled = False  # first: what is posted from now on schedules again
-        while self._news:
-            handle = self._news.popleft()
-            handle.posted = False
-            waiter = self._waiters.pop(handle, None)
-            if waiter is not None and not waiter.done():
-                waiter.set_result(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +82,8 @@ class RequestHandle:
 
     id: str
     _: KW_ONLY
-    mailbox: Mailbox = field(init=False)
+    loop: asyncio.AbstractEventLoop = field(init=False)  # that its consumer runs in
+    waiter: asyncio.Future[None] | None = None  # of its consumer; for its loop only
     streams: bool = True  # whether the consumer reads more than the last output
     num_completions: int
     tenant: str
@@ -223,7 +106,7 @@ class RequestHandle:
     unread_ns: int | None = None  # since when output waits for its consumer
     paused: bool = False  # its row was taken because its consumer reads too little
     num_pauses: int = 0
-    posted: bool = False  # its mailbox has news of it that the consumer has not seen
+    posted: bool = False  # it is among those that will be woken
     _read_output: RequestOutput | None = field(default=None, init=False, repr=False)
     _positions: dict[int, tuple[int, int, bool]] = field(
         default_factory=dict, init=False, repr=False
@@ -286,6 +169,14 @@ class RequestHandle:
             self.num_read = sum(c.num_tokens for c in output.completions)
         self.unread_ns = None
         return deltas
+
+
+def wake(handles: Iterable[RequestHandle]) -> None:
+    """Wake the consumers of requests that have news. Their event loop calls it."""
+    for handle in handles:
+        handle.posted = False  # first: what follows is posted again
+        if handle.waiter is not None and not handle.waiter.done():
+            handle.waiter.set_result(None)
 
 
 class RequestOptions(TypedDict, total=False):

@@ -1,7 +1,7 @@
 """The thread that owns the engine of an `AsyncEngine` and runs its steps.
 
     any thread ── actions ──▶ inbox ──▶ step thread: actions → deadlines → admission → step → news
-    consumers  ◀── mailboxes ◀─────────────────────────────────────────────────────────────┘
+    consumers  ◀── event loops ◀───────────────────────────────────────────────────────────┘
 
 Everything that changes the requests or the engine is an action, which the step thread runs between
 two steps: there is no lock that a consumer could hold while a step is due. With nothing to do the
@@ -19,8 +19,10 @@ import logging
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -39,7 +41,7 @@ from ..errors import (
 )
 from .admission import Dispatcher
 from .health import Health, Phase, ReloadResult
-from .request_handle import Inbox, RequestHandle
+from .request_handle import RequestHandle
 from .service_config import ServiceConfig
 
 __all__ = ["StepThread"]
@@ -55,7 +57,63 @@ MAX_REASON = 500
 _RANK_CHECK_SECONDS = 1.0
 """How often an idle engine looks at its other processes."""
 
+_MAX_WAIT = 3600.0
+"""Seconds of one wait; the limit of a lock's timeout depends on the platform."""
+
 T = TypeVar("T")
+
+
+class Inbox:
+    """Actions for one thread. Once that thread has ended, the thread that puts one runs it.
+
+    An action leaves the inbox after it has run. If an exception interrupts it, it runs once more,
+    so actions must be idempotent.
+    """
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self._items: deque[Callable[[], None]] = deque()
+        self._begun: Callable[[], None] | None = None  # the last action that was called
+        self._wake = threading.Lock()  # locked: no item has arrived since the last wait
+        self._wake.acquire()
+        self._handling = threading.Lock()
+        self._ended = False
+
+    def put(self, item: Callable[[], None]) -> None:
+        """Add an action. Any thread and any finalizer may call it: it does not block."""
+        self._items.append(item)
+        if self._ended:
+            self.end()
+        else:
+            with suppress(RuntimeError):  # released already
+                self._wake.release()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait for an action, at most `timeout` seconds. It may return early."""
+        if not self._items:
+            self._wake.acquire(timeout=_MAX_WAIT if timeout is None else min(timeout, _MAX_WAIT))
+
+    def run(self) -> None:
+        """Run the actions that have arrived. For the one thread."""
+        while self._items:
+            item = self._items[0]
+            second = item is self._begun
+            if second:
+                self._items.popleft()  # there is no third attempt
+            self._begun = item
+            item()
+            if not second:
+                self._items.popleft()
+            self._begun = None
+
+    def end(self) -> None:
+        """Let other threads run what arrives from now on. The one thread calls it last."""
+        self._ended = True
+        while self._items and self._handling.acquire(blocking=False):  # else another thread does
+            try:
+                self.run()
+            finally:
+                self._handling.release()
 
 
 class StepThread:
@@ -84,7 +142,6 @@ class StepThread:
         self._busy_since_ns: int | None = None
         self._last_step_ns = 0
         self._closing = False
-        self._ended = False
         self._starting = threading.Lock()
         self._thread = threading.Thread()
 
@@ -162,7 +219,7 @@ class StepThread:
         """End all requests with `EngineClosedError`, then the engine and the thread."""
         with self._starting:
             if self._thread.ident is None and self.phase is not Phase.CLOSED:
-                self.phase, self._ended = Phase.CLOSED, True
+                self.phase = Phase.CLOSED
                 self.started.set_exception(self.refusal())
                 self._inbox.end()
         self._inbox.put(self._close)
@@ -206,7 +263,6 @@ class StepThread:
             logger.critical("the step thread failed", exc_info=error)
             self._fail(error)
         finally:
-            self._ended = True
             self._inbox.end()
             if not self.started.done():
                 self.started.set_exception(self.failure or self.refusal())
@@ -249,8 +305,6 @@ class StepThread:
 
     def _admit(self, handle: RequestHandle) -> None:
         self.dispatcher.admit(handle, self.engine, self.refusal, time.perf_counter_ns())
-        if self._ended:
-            self.dispatcher.flush()
 
     def _close(self) -> None:
         self._closing = True

@@ -223,7 +223,7 @@ def rig(service: ServiceConfig | None = None, **options: Any) -> Iterator[Rig]:
 config = ServiceConfig
 
 
-def make_handle(number: int, mailbox: Any, **options: Any) -> RequestHandle:
+def make_handle(number: int, loop: Any, **options: Any) -> RequestHandle:
     defaults: dict[str, Any] = {
         "num_completions": 1,
         "tenant": "a",
@@ -233,5 +233,5 @@ def make_handle(number: int, mailbox: Any, **options: Any) -> RequestHandle:
         "first_token_deadline_ns": None,
     }
     handle = RequestHandle(f"r{number}", **(defaults | options))
-    handle.mailbox = mailbox
+    handle.loop = loop
     return handle

@@ -34,22 +34,17 @@ ERRORS = (
 )
 
 
-class Inboxes:
-    """A mailbox that notes which handles have news, and how often each has ended."""
+class Loop:
+    """An event loop that runs each callback at once."""
 
     def __init__(self) -> None:
         self.closed = False
-        self.news: list[RequestHandle] = []
 
-    def post(self, handle: RequestHandle) -> None:
-        if not handle.posted:
-            handle.posted = True
-            self.news.append(handle)
+    def is_closed(self) -> bool:
+        return self.closed
 
-    def flush(self, *, again: bool = False) -> None:
-        for handle in self.news:
-            handle.posted = False
-        self.news.clear()
+    def call_soon_threadsafe(self, callback: Any, *arguments: Any) -> None:
+        callback(*arguments)
 
 
 class DispatcherMachine(RuleBasedStateMachine):
@@ -67,7 +62,7 @@ class DispatcherMachine(RuleBasedStateMachine):
                 send_timeout=5.0,
             )
         )
-        self.mailboxes = [Inboxes(), Inboxes()]
+        self.loops = [Loop(), Loop()]
         self.now = 0
         self.count = 0
         self.reads = True
@@ -106,7 +101,7 @@ class DispatcherMachine(RuleBasedStateMachine):
             {"tenant": st.sampled_from([*WEIGHTS, "d"]), "priority": st.integers(0, 1)}
         ),
         deadlines=st.tuples(*[st.sampled_from([None, None, 0.001, 0.5, 20.0])] * 2),
-        mailbox=st.integers(0, 1),
+        loop=st.integers(0, 1),
     )
     def submit(
         self,
@@ -115,13 +110,13 @@ class DispatcherMachine(RuleBasedStateMachine):
         n: int,
         options: dict[str, Any],
         deadlines: tuple[float | None, float | None],
-        mailbox: int,
+        loop: int,
     ) -> None:
         own = params(self.count, max_tokens=max_tokens, n=n)
         due = [None if s is None else self.now + int(s * 1e9) for s in deadlines]
         handle = make_handle(
             self.count,
-            self.mailboxes[mailbox],
+            self.loops[loop],
             num_completions=n,
             deadline_ns=due[0],
             first_token_deadline_ns=due[1],
@@ -141,7 +136,7 @@ class DispatcherMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def reuse_of_an_id_is_refused(self, data: st.DataObject) -> None:
         handle = data.draw(st.sampled_from(list(self.given)))
-        again = make_handle(int(handle.id[1:]), self.mailboxes[0])
+        again = make_handle(int(handle.id[1:]), self.loops[0])
         if handle.id in self.requests.handles and self.requests.limits.num_requests < 8:
             with pytest.raises(RequestError):
                 self.requests.register(again)
@@ -188,16 +183,16 @@ class DispatcherMachine(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, 1))
     def close_loop(self, number: int) -> None:
-        self.mailboxes[number].closed = True
+        self.loops[number].closed = True
         self.turn()
-        mailbox = self.mailboxes[number]
+        loop = self.loops[number]
         served = (HandleState.QUEUED, HandleState.RUNNING)
         assert not any(
             h.state in served and h.abort_reason is None
             for h in self.requests.handles.values()
-            if h.mailbox is mailbox
+            if h.loop is loop
         )
-        mailbox.closed = False
+        loop.closed = False
 
     @rule()
     def turn(self) -> None:
