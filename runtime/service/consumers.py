@@ -102,32 +102,33 @@ class AsyncStream:
             SendTimeoutError: the deltas were not read for too long.
             StepgraphError: as `accepted`.
         """
-        if deltas := await self._read():
-            return deltas
-        error, output = self._handle.error, self._handle.output
-        if error is None and output is not None:
-            error = output.error
-        if error is not None:
-            raise error
-        return []
-
-    async def _read(self) -> list[Delta]:
-        """Return as `next_deltas`, without an error at the end."""
         handle = self._handle
         while True:
             ended = handle.ended  # read first: then the deltas below are the last ones
             deltas = handle.read()
             if handle.paused:
                 self._thread.resume(handle)
-            if deltas or ended:
+            if deltas:
                 return deltas
+            if ended:
+                break
             await self._news()
+        error = handle.error
+        if error is None and handle.output is not None:
+            error = handle.output.error
+        if error is not None:
+            raise error
+        return []
 
     async def deliver(self, callback: Callable[[Delta], None] | None) -> RequestOutput:
         """Call a function with each delta, and return the last output. Raises as `accepted`."""
-        while callback is not None and (deltas := await self._read()):
-            for delta in deltas:
+        ended = False
+        while callback is not None and not ended:
+            ended = self._handle.ended  # read first: then the deltas below are the last ones
+            for delta in self._handle.read():
                 callback(delta)
+            if not ended:
+                await self._news()
         return await self.finish()
 
     async def aclose(self) -> None:
