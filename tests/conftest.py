@@ -26,7 +26,7 @@ if not torch.cuda.is_available() and importlib.util.find_spec("triton") is not N
 import hypothesis
 import transformers
 from stepgraph.runtime import Engine, EngineConfig
-from stepgraph.runtime.kernels import have_compiler
+from stepgraph.runtime.kernels import have_compiler, load_cpu_ops
 from stepgraph.runtime.kernels.weights import WeightStorage
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
@@ -132,6 +132,14 @@ def nan_in_new_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(scope="session")
+def cpu_ops() -> None:
+    """The operators in C++ are loaded; without a compiler there are none."""
+    if not have_compiler():
+        pytest.skip("needs a C++ compiler")
+    load_cpu_ops()
 
 
 @pytest.fixture(scope="session")

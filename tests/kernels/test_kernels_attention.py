@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..rigs.attention_cases import Attention, Case, check, first_seen, make_case, poisoned_arena
 from ..rigs.thread_rig import kernel_threads
 
-pytestmark = pytest.mark.skipif(not kernels.have_compiler(), reason="needs a C++ compiler")
+pytestmark = pytest.mark.usefixtures("cpu_ops")
 
 BOTH = [kernels.reference_paged_attention, kernels.paged_attention]
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -58,11 +58,6 @@ CASES: list[dict[str, Any]] = [
         for chunks in ([(140, 1), (3, 1)], [(40, 3), (0, 20)])
     ),
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _cpu_ops() -> None:
-    kernels.load_cpu_ops()
 
 
 @pytest.mark.parametrize("attention", BOTH)

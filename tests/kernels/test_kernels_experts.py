@@ -19,7 +19,7 @@ from ..rigs.expert_cases import Mixture, make_mixture, packed, simple_experts, s
 from ..rigs.stack_plans import routings
 from ..rigs.thread_rig import kernel_threads
 
-needs_compiler = pytest.mark.skipif(not kernels.have_compiler(), reason="needs a C++ compiler")
+needs_compiler = pytest.mark.usefixtures("cpu_ops")
 FLOAT = [torch.float32]
 DTYPES = [torch.float32, torch.bfloat16]
 

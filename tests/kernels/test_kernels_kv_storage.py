@@ -13,7 +13,7 @@ from torch import Tensor
 
 STORAGES = ["int8", "fp8"]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-needs_compiler = pytest.mark.skipif(not kernels.have_compiler(), reason="needs a C++ compiler")
+needs_compiler = pytest.mark.usefixtures("cpu_ops")
 
 
 def all_numbers(storage: str) -> Tensor:
@@ -115,7 +115,6 @@ def written_by(attention: Callable[..., Tensor], x: Tensor, storage: str, latent
 def test_both_implementations_write_the_same_bytes(
     seed: int, storage: str, dtype: torch.dtype, width: int, exponent: int, latent: bool
 ) -> None:
-    kernels.load_cpu_ops()
     rng = torch.Generator().manual_seed(seed)
     largest = kv_storage.LARGEST[storage]
     exponent = max(-12, min(4, exponent)) if dtype == torch.float16 else exponent
@@ -139,7 +138,6 @@ def test_both_implementations_write_the_same_bytes(
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_byte_is_read_as_its_number(storage: str, dtype: torch.dtype) -> None:
     """Keys n and 0 with values n and 0, read with query e_i: n_i goes through score and value."""
-    kernels.load_cpu_ops()
     numbers = all_numbers(storage).to(dtype)
     if len(numbers) % 2:
         numbers = torch.cat([numbers, numbers[:1]])

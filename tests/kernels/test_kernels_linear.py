@@ -10,16 +10,11 @@ from torch import Tensor
 
 from ..rigs.thread_rig import kernel_threads
 
-pytestmark = pytest.mark.skipif(not kernels.have_compiler(), reason="needs a C++ compiler")
+pytestmark = pytest.mark.usefixtures("cpu_ops")
 
 DTYPES = [torch.bfloat16, torch.float32]
 # N, K: whole blocks, less than one, odd K, K of one, a last block of one column
 SHAPES = [(960, 576), (1, 1), (7, 3), (33, 65), (64, 128), (45, 1), (257, 31), (100, 1025)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _cpu_ops() -> None:
-    kernels.load_cpu_ops()
 
 
 @dataclass

@@ -24,7 +24,7 @@ from ..rigs.attention_cases import make_case
 from ..rigs.expert_cases import make_mixture, packed
 from ..rigs.thread_rig import kernel_threads, new_threads, starved
 
-needs_compiler = pytest.mark.skipif(not kernels.have_compiler(), reason="needs a C++ compiler")
+needs_compiler = pytest.mark.usefixtures("cpu_ops")
 needs_linux = pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="needs Linux' schedulers")
 
 
@@ -32,7 +32,6 @@ class Operators:
     """Every operator that uses the pool, over random inputs, and its result with one thread."""
 
     def __init__(self, seed: int) -> None:
-        kernels.load_cpu_ops()
         torch.manual_seed(seed)
         bf16 = torch.bfloat16
         self.attention = make_case([(500, 1), (37, 1), (900, 1), (0, 40)], (9, 3, 64), dtype=bf16)
@@ -127,7 +126,6 @@ def test_a_forked_child_has_a_pool_of_its_own() -> None:
 
 @needs_compiler
 def test_of_threads_that_destroy_a_handle_one_succeeds() -> None:
-    kernels.load_cpu_ops()
     memory = torch.zeros(2048, dtype=torch.uint8)
     region, abort = memory[-memory.data_ptr() % 128 :][:1024], torch.zeros(1, dtype=torch.int32)
 
@@ -159,7 +157,6 @@ def test_idle_threads_sleep() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(1, 1), (3, 17), (600, 501)])
 def test_rotations_and_capped_logits(dtype: torch.dtype, shape: tuple[int, int]) -> None:
-    kernels.load_cpu_ops()
     angles = torch.randint(0, 100_000, shape[:1]), 10_000.0 ** -torch.rand(3, 31)
     logits = (torch.randn(shape) * 50).to(dtype)
     logits[0, 0] = torch.nan

@@ -4,17 +4,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stepgraph.runtime import kernels
 from stepgraph.runtime.kernels import PackedMemory
 
-pytestmark = pytest.mark.skipif(not kernels.have_compiler(), reason="needs a C++ compiler")
+pytestmark = pytest.mark.usefixtures("cpu_ops")
 
 DTYPES = [torch.bfloat16, torch.float32, torch.int8]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _cpu_ops() -> None:
-    kernels.load_cpu_ops()
 
 
 @settings(max_examples=60, deadline=None)

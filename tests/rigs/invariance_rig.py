@@ -103,7 +103,8 @@ class Forced(StepRig):
 
     def _decode(self, step: Step, done: list[int]) -> dict[int, torch.Tensor]:
         width = max(step.counts.values())
-        self._begin_write()
+        for buffers in (self.inputs, self.drafts):
+            buffers.begin_write()
         write_decode_rows(list(step.counts), self.null_row, self.input_arrays)
         write_drafts(
             [
@@ -113,7 +114,8 @@ class Forced(StepRig):
             (),
             self.draft_arrays,
         )
-        self._send()
+        for buffers in (self.inputs, self.drafts):
+            buffers.copy_to_device()
         for row in step.counts:
             self.state.token_ids[row] = self.sequences[row][done[row]]
             self.state.positions[row] = done[row]
@@ -125,7 +127,7 @@ class Forced(StepRig):
         return {row: part[:count] for (row, count), part in rows}
 
     def _prefill(self, step: Step, done: list[int]) -> dict[int, torch.Tensor]:
-        self._begin_write()
+        self.inputs.begin_write()
         host, end = self.input_arrays, 0
         host.prefill_rows[:] = host.sample_rows[:] = host.token_rows[:] = self.null_row
         host.token_ids[:] = host.positions[:] = 0
@@ -139,7 +141,7 @@ class Forced(StepRig):
             host.prefill_rows[lane] = row
             host.query_start_loc[lane] = begin
         host.query_start_loc[len(step.counts) :] = end
-        self._send()
+        self.inputs.copy_to_device()
         key = StepKey("prefill", step.size, self._columns, False)
         last = self.functions.bind(key)().logits
         with torch.no_grad():
@@ -147,15 +149,6 @@ class Forced(StepRig):
         for lane, span in enumerate(spans.values()):  # the step's own logits, of its last tokens
             logits[span.stop - 1] = last[lane]
         return {row: logits[span] for row, span in spans.items()}
-
-    def _begin_write(self) -> None:
-        for buffers in (self.inputs, self.drafts):
-            buffers.begin_write()
-
-    def _send(self) -> None:
-        """Copy the inputs to the device."""
-        for buffers in (self.inputs, self.drafts):
-            buffers.copy_to_device()
 
 
 def decode_steps(row: int, length: int) -> list[Step]:

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from stepgraph.runtime.distributed.shared_memory_collectives import SharedMemoryCollectives
-from stepgraph.runtime.kernels import DecoderStack, RaggedBatch, select_kernels
-from stepgraph.runtime.kernels.ops.layer_plan import BoundModel, ModelPlan
+from stepgraph.runtime.kernels import RaggedBatch, select_kernels
+from stepgraph.runtime.kernels.ops.layer_plan import ModelPlan
 from stepgraph.runtime.kernels.ops.parameter import Parameter
 from stepgraph.runtime.models.sharding import shard_plan
 from torch import Tensor
@@ -48,27 +48,11 @@ class RankRig:
         self.heads = rank_kv_heads(whole.plan, group.rank, group.ranks)
         kernels = replace(select_kernels(CPU, "compile", self.dtype), collectives=group)
         self.decoder = PlanDecoder(plan, kernels, whole.places, self.storage)
-        self.decoder.frequencies = frequencies = whole.decoder.frequencies
-        self.decoder.store(
-            {
-                p.name: part_of(p, whole.values[p.name])
-                for p in plan.parameters()
-                if p != plan.embedding
-            }
-        )
-        named = self.decoder.named_parameters()
-        self.decoder.stack = DecoderStack(
-            BoundModel(
-                plan=plan,
-                tensors={name: tensor.detach() for name, tensor in named},
-                places=whole.places,
-                storage=self.storage,
-                embedding_factor=1.0,
-                frequencies=frequencies,
-                amplitudes=torch.ones_like(frequencies),
-                collectives=group,
-            )
-        )
+        self.decoder.frequencies = whole.decoder.frequencies
+        own = [p for p in plan.parameters() if p != plan.embedding]
+        self.decoder.store({p.name: part_of(p, whole.values[p.name]) for p in own})
+        form = {"places": whole.places, "storage": self.storage, "collectives": group}
+        self.decoder.bind(plan, self.decoder.named_parameters(), **form)
 
     def step(
         self, inputs: RaggedBatch, x_TD: Tensor, *, stacked: bool = True

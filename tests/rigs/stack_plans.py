@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -222,6 +223,19 @@ class PlanDecoder(nn.Module):
         self.frequencies = torch.rand(ROPE_KINDS, plan.rope_dim // 2)
         self.stack: Stack | None = None
 
+    def bind(self, plan: ModelPlan, parameters: Iterable[tuple[str, Tensor]], **form: Any) -> None:
+        """Let the layers of a plan run as a stack over named parameters."""
+        self.stack = DecoderStack(
+            BoundModel(
+                plan=plan,
+                tensors={name: tensor.detach() for name, tensor in parameters},
+                embedding_factor=1.0,
+                frequencies=self.frequencies,
+                amplitudes=torch.ones_like(self.frequencies),
+                **form,
+            )
+        )
+
     def store(self, weights: dict[str, Tensor]) -> None:
         for name, tensor in weights.items():
             path, _, leaf = name.rpartition(".")
@@ -273,14 +287,4 @@ class PlanRig(Rig):
         )
         native.store(values)
         self.decoder.store(values)
-        self.decoder.stack = DecoderStack(
-            BoundModel(
-                plan=plan,
-                tensors={name: tensor.detach() for name, tensor in native.named_parameters()},
-                places=in_order,
-                storage=storage,
-                embedding_factor=1.0,
-                frequencies=self.decoder.frequencies,
-                amplitudes=torch.ones_like(self.decoder.frequencies),
-            )
-        )
+        self.decoder.bind(plan, native.named_parameters(), places=in_order, storage=storage)

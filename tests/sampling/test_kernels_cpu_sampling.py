@@ -23,14 +23,9 @@ from ..rigs.sampling_cases import (
     with_bad_lanes,
 )
 
-pytestmark = pytest.mark.skipif(not kernels.have_compiler(), reason="needs a C++ compiler")
+pytestmark = pytest.mark.usefixtures("cpu_ops")
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _cpu_ops() -> None:
-    kernels.load_cpu_ops()
 
 
 def random_masks(vocab_size: int, rows: torch.Tensor) -> LaneMasks:

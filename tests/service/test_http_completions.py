@@ -219,43 +219,39 @@ DEEP = 100_000
 
 
 def completion(**body: Any) -> tuple[str, Any]:
-    return "/v1/completions", {"prompt": [1, 2], "max_tokens": 2, **body}
+    return COMPLETIONS, {"prompt": [1, 2], "max_tokens": 2, **body}
 
 
 def chat(**body: Any) -> tuple[str, Any]:
     return CHAT, {"messages": HI, **body}
 
 
-def raw(body: bytes) -> tuple[str, Any]:
-    return "/v1/completions", body
+def user(content: Any) -> tuple[str, Any]:
+    return chat(messages=[{"role": "user", "content": content}])
 
 
-INVALID = [
-    (completion(prompt=None), "prompt"),
-    (completion(prompt=[]), "prompt"),
-    (completion(prompt=""), "prompt"),
-    (completion(prompt=[[]]), "prompt"),
-    (completion(prompt=[1, "x"]), "prompt"),
-    (completion(prompt=[1, [2]]), "prompt"),
+PROMPTS: list[Any] = [
+    *(None, [], "", [[]], [1, "x"], [1, [2]], [10**6], [-1], [1] * 48, [1] * 49, "text"),
+    *([[1], [1] * 49], [[1]] * 257, ["a"] * 300),
+]
+GRAMMARS = ({"regex": "a"}, {"regex": "a", "grammar": "b"}, {"whitespace": "a"})
+CHOICES = ("required", "other", {"type": "function"})
+BODIES = [
+    *(b"", b"nonsense", b"[]", b'{"prompt": "x"', b'{"prompt": "x"} {}', b'{"prompt": "\xff"}'),
+    *(b'{"prompt": "\\ud800"}', b'{"prompt": [NaN]}'),
+    b'{"unknown": ' + b"[" * DEEP + b"]" * DEEP + b', "prompt": [1]}',
+    b'{"unknown": ' + b'{"a":' * DEEP + b"1" + b"}" * DEEP + b"}",
+]
+INVALID: list[tuple[tuple[str, Any], str | None]] = [
+    *((completion(prompt=prompt), "prompt") for prompt in PROMPTS),
+    *((completion(prompt=prompt), "prompt[0]") for prompt in ([1.5], [True])),
     (completion(prompt=[[1], ["x"]]), "prompt[1][0]"),
-    (completion(prompt=[1.5]), "prompt[0]"),
-    (completion(prompt=[True]), "prompt[0]"),
-    (completion(prompt=[10**6]), "prompt"),
-    (completion(prompt=[-1]), "prompt"),
-    (completion(prompt=[1] * 48), "prompt"),
-    (completion(prompt=[1] * 49), "prompt"),
-    (completion(prompt=[[1], [1] * 49]), "prompt"),
-    (completion(prompt=[[1]] * 257), "prompt"),
-    (completion(prompt="text"), "prompt"),
     (completion(max_tokens=10**30), "max_tokens"),
     (completion(min_tokens=3), "min_tokens"),
-    (completion(stop=[""]), "stop"),
+    *((completion(stop=stop), "stop") for stop in ([""], "x")),
     (completion(stop=[1]), "stop[0]"),
-    (completion(stop="x"), "stop"),
     (completion(stop_token_ids=[11]), "stop_token_ids"),
-    (completion(logit_bias={"x": 1}), "logit_bias"),
-    (completion(logit_bias={"1": 101}), "logit_bias"),
-    (completion(logit_bias={"11": 1}), "logit_bias"),
+    *((completion(logit_bias=b), "logit_bias") for b in ({"x": 1}, {"1": 101}, {"11": 1})),
     (completion(allowed_token_ids=[1]), "allowed_token_ids"),  # the engine has no masks
     (completion(bad_words=["a"]), "bad_words"),
     (completion(stream=False, stream_options={"include_usage": True}), "stream_options"),
@@ -263,50 +259,26 @@ INVALID = [
     (completion(response_format={"type": "json_object"}), "response_format"),
     (completion(response_format={"type": "xml"}), "response_format.type"),
     (completion(response_format={"type": "json_schema"}), "response_format.json_schema"),
-    (completion(structured_outputs={"regex": "a"}), "structured_outputs"),
-    (completion(structured_outputs={"regex": "a", "grammar": "b"}), "structured_outputs"),
-    (completion(structured_outputs={"whitespace": "a"}), "structured_outputs"),
-    (chat(messages=[]), "messages"),
+    *((completion(structured_outputs=grammar), "structured_outputs") for grammar in GRAMMARS),
+    *((chat(messages=messages), "messages") for messages in ([], [{"content": "hi"}])),
     (chat(messages=["hi"]), "messages[0]"),
-    (chat(messages=[{"content": "hi"}]), "messages"),
-    (
-        chat(messages=[{"role": "user", "content": [{"type": "image_url"}]}]),
-        "messages[0].content[0]",
-    ),
-    (
-        chat(messages=[{"role": "user", "content": [{"type": "text"}]}]),
-        "messages[0].content[0].text",
-    ),
-    (chat(messages=[{"role": "user", "content": 5}]), "messages"),
+    (user(5), "messages"),
+    (user([{"type": "image_url"}]), "messages[0].content[0]"),
+    (user([{"type": "text"}]), "messages[0].content[0].text"),
     (chat(messages=[{"role": "assistant", "tool_calls": 5}]), "messages[0].tool_calls"),
     (chat(top_logprobs=2), "top_logprobs"),
     (chat(tools=[{"type": "function"}]), "tools[0].function.name"),
-    (chat(tool_choice="required"), "tool_choice"),
-    (chat(tool_choice="other"), "tool_choice"),
+    *((chat(tool_choice=choice), "tool_choice") for choice in CHOICES),
     (chat(tool_choice="required", tools=[{"function": {"name": "f"}}]), "tool_choice"),
-    (chat(tool_choice={"type": "function"}), "tool_choice"),
     (chat(chat_template="{{ 1 }}"), "messages"),
     (chat(functions=[{"name": "f"}]), "functions"),
-    (("/tokenize", {}), "prompt"),
-    (("/tokenize", {"prompt": "x", "messages": HI}), "prompt"),
-    (("/detokenize", {"tokens": [-1]}), "tokens"),
-    (("/detokenize", {"tokens": [1] * 49}), "tokens"),
-    (completion(prompt=["a"] * 300), "prompt"),
+    *((("/tokenize", body), "prompt") for body in ({}, {"prompt": "x", "messages": HI})),
+    *((("/detokenize", {"tokens": ids}), "tokens") for ids in ([-1], [1] * 49, [1 << 40])),
     (completion(unknown=[[]] * 300_000), None),
-    (("/detokenize", {"tokens": [1 << 40]}), "tokens"),
-    (raw(b""), None),
-    (raw(b"nonsense"), None),
-    (raw(b"[]"), None),
-    (raw(b'{"prompt": "x"'), None),
-    (raw(b'{"prompt": "x"} {}'), None),
-    (raw(b'{"prompt": "\xff"}'), None),
-    (raw(b'{"prompt": "\\ud800"}'), None),
-    (raw(b'{"prompt": [NaN]}'), None),
-    (raw(b'{"prompt": [1], "seed": ' + b"9" * 5000 + b"}"), "seed"),
-    (raw(b'{"prompt": [1], "temperature": 1e999}'), "temperature"),
-    (raw(b'{"prompt": ' + b"[" * DEEP + b"]" * DEEP + b"}"), "prompt[0][0]"),
-    (raw(b'{"unknown": ' + b"[" * DEEP + b"]" * DEEP + b', "prompt": [1]}'), None),
-    (raw(b'{"unknown": ' + b'{"a":' * DEEP + b"1" + b"}" * DEEP + b"}"), None),
+    *(((COMPLETIONS, body), None) for body in BODIES),
+    ((COMPLETIONS, b'{"prompt": [1], "seed": ' + b"9" * 5000 + b"}"), "seed"),
+    ((COMPLETIONS, b'{"prompt": [1], "temperature": 1e999}'), "temperature"),
+    ((COMPLETIONS, b'{"prompt": ' + b"[" * DEEP + b"]" * DEEP + b"}"), "prompt[0][0]"),
 ]
 
 
