@@ -40,44 +40,6 @@ __all__ = ["Scheduler"]
 order_of = attrgetter("order")
 
 
-class ReservedBlocks:
-    """Blocks that admission reserves: of each running request, layer groups that may grow."""
-
-    def __init__(self, cache: KVCache) -> None:
-        self._cache = cache
-        self._blocks: dict[Request, int] = {}  # no zeros
-        self.num_releases = 0
-        """Number of times a request's need fell. While it is unchanged, no sum has fallen."""
-
-    def update(self, request: Request) -> None:
-        """Update the need of a running request after its blocks changed.
-
-        Its last possible token needs no slot: it is sampled, but its keys are never written.
-        """
-        longest = len(request.prompt_ids) + request.max_tokens - 1
-        self._set(
-            request, self._cache.growing_groups(request.id, longest, decodes=request.decoding)
-        )
-
-    def forget(self, request: Request) -> None:
-        """Remove a request that lost its row."""
-        self._set(request, 0)
-
-    def before(self, order: tuple[int, int]) -> int:
-        """Return the blocks to reserve for running requests that are served before `order`."""
-        return sum(blocks for request, blocks in self._blocks.items() if request.order < order)
-
-    def check_integrity(self, rows: dict[Request, int]) -> None:
-        """Assert that all tracked requests have a row."""
-        assert self._blocks.keys() <= rows.keys()
-
-    def _set(self, request: Request, blocks: int) -> None:
-        before = self._blocks.pop(request, 0)
-        if blocks:
-            self._blocks[request] = blocks
-        self.num_releases += blocks < before
-
-
 class PrefixPublisher:
     """Publishes full blocks of running requests in the prefix cache, and withdraws invalid ones.
 
@@ -348,7 +310,10 @@ class Scheduler:
         self._pausing: list[Request] = []  # paused, with a row
         self._wakes = WakeTimes()
         self._running = RunningRequests(max_num_seqs)
-        self._reserved = ReservedBlocks(cache)
+        self._reserved: dict[Request, int] = {}
+        """Of each running request: the layer groups that may grow, each by a block."""
+        self._num_releases = 0
+        """Number of times that one of these fell. While it is unchanged, no sum has fallen."""
         self._publisher = PrefixPublisher(cache)
         # The request that was refused last, with the state at that time: siblings to fork from,
         # prompts published, reservations released, free blocks.
@@ -531,7 +496,7 @@ class Scheduler:
         self.cache.check_integrity()
         self._running.check_integrity()
         self._publisher.check_integrity(self._running.rows)
-        self._reserved.check_integrity(self._running.rows)
+        assert self._reserved.keys() == self._running.rows.keys()
         self._waiting.check_integrity()
         assert not any(request in self._running.rows for request in self._waiting)
         assert set(self._pausing) == {request for request in self._running.rows if request.paused}
@@ -613,7 +578,7 @@ class Scheduler:
             self._waiting.remove(head)
             row = running.join(head)
             self._publisher.admit(head)
-            self._reserved.update(head)
+            self._reserve(head)
             self._update_tables(plan, head, self.cache.table_of(head.id))
             plan.admitted.append(Admission(head, row, found))
             budget = self._add_chunk(plan, head, found.num_tokens, budget)
@@ -656,7 +621,7 @@ class Scheduler:
                 continue
             victim = self._running.last
             if victim is request and not may_leave:
-                self._reserved.update(request)
+                self._reserve(request)
                 return False
             self._preempt(plan, victim)
             if victim is request:
@@ -689,14 +654,15 @@ class Scheduler:
         shared = len(head.prompt_ids) - 1
         siblings = [(s.id, shared) for s in self._may_fork(head) if s.num_computed >= shared]
         free = self.cache.num_free_blocks
-        state = (head, len(siblings), self._publisher.num_prompts, self._reserved.num_releases)
+        state = (head, len(siblings), self._publisher.num_prompts, self._num_releases)
         if self._refused is not None and self._refused[:4] == state and free <= self._refused[4]:
             return None
+        earlier = (n for request, n in self._reserved.items() if request.order < head.order)
         found = self.cache.admit(
             head.id,
             head.num_tokens,
             chunk=chunk,
-            headroom=self._reserved.before(head.order),
+            headroom=sum(earlier),
             hashes=head.hashes_of(head.num_tokens),
             siblings=siblings,
             reusable_tokens=head.reusable_tokens,
@@ -729,8 +695,19 @@ class Scheduler:
         """Take the row of a request, whose blocks the caller frees."""
         self._running.leave(request)
         self._wakes.cancel(request)
-        self._reserved.forget(request)
+        self._num_releases += self._reserved.pop(request) > 0
         self._publisher.leave(request)
+
+    def _reserve(self, request: Request) -> None:
+        """Reserve blocks for a running request whose blocks have changed.
+
+        Its last possible token needs no slot: it is sampled, but its keys are never written.
+        """
+        longest = len(request.prompt_ids) + request.max_tokens - 1
+        before = self._reserved.get(request, 0)
+        blocks = self.cache.growing_groups(request.id, longest, decodes=request.decoding)
+        self._reserved[request] = blocks
+        self._num_releases += blocks < before
 
     def _grow(self, plan: StepPlan, request: Request, stop: int) -> bool:
         """Allocate the blocks of tokens up to `stop`, if enough are free."""
@@ -738,7 +715,7 @@ class Scheduler:
         if grown is None:
             return False
         self._update_tables(plan, request, grown)
-        self._reserved.update(request)
+        self._reserve(request)
         return True
 
     def _grow_decoding(self, plan: StepPlan, request: Request, tokens: int, count: int) -> bool:

@@ -77,7 +77,6 @@ def sizes_of(rig: Rig) -> dict[str, int]:
         "running": rig.scheduler._running,
         "waiting": rig.scheduler._waiting,
         "publishing": rig.scheduler._publisher,
-        "headroom": rig.scheduler._reserved,
         "loop": rig.loop,
         "requests": rig.loop.requests,
         "cache": rig.cache,
