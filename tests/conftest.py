@@ -28,16 +28,15 @@ import transformers
 from stepgraph.runtime import Engine, EngineConfig
 from stepgraph.runtime.kernels import have_compiler, load_cpu_ops
 from stepgraph.runtime.kernels.weights import WeightStorage
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import GenerationConfig
 
 from .rigs.tiny_models import (
     BASE,
     EOS_TOKEN_IDS,
     VARIANTS,
     TinyModel,
-    apply_gate_settings,
     byte_level_tokenizer,
-    randomize,
+    random_model,
 )
 
 # No deadline: a busy machine is no fault of an example. The examples of a test change with its
@@ -154,12 +153,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TinyModel]
                 "max_shard_size": settings.pop("max_shard_size", "1GB"),
                 "save_original_format": settings.pop("save_original_format", True),
             }
-            config = AutoConfig.for_model(settings.pop("model_type", "llama"), **settings)
-            model = AutoModelForCausalLM.from_config(
-                config, attn_implementation="eager", experts_implementation="eager"
-            ).eval()
-            apply_gate_settings(model)
-            randomize(model)
+            model = random_model(settings)
             model.generation_config = GenerationConfig(eos_token_id=EOS_TOKEN_IDS)
             directory = tmp_path_factory.mktemp(variant)
             model.save_pretrained(directory, **saved)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from stepgraph.profiling import attribution
-from stepgraph.profiling.attribution import KernelNames, NodeKind, StepNodes
+from stepgraph.profiling.attribution import KernelNames, StepNodes
 from stepgraph.runtime import EngineConfig
 from stepgraph.runtime.execution.step_key import StepKey
 from stepgraph.runtime.operation_scopes import operation
@@ -18,7 +18,7 @@ from stepgraph.runtime.tools import compile_ahead
 from stepgraph.runtime.tools.step_costs import decode_operation_costs
 
 from ..rigs.engine_rig import Open, greedy
-from ..rigs.fake_graphs import FakeGraphs, make_fake_graphs  # noqa: F401
+from ..rigs.fake_graphs import FakeGraphs, ListedNodes, make_fake_graphs  # noqa: F401
 
 GRAPH = {"mode": "graph", "compile": False, "max_model_len": 32, "buckets": (2,), "max_num_seqs": 2}
 
@@ -65,19 +65,6 @@ def test_recording_changes_no_token(open_engine: Open, fake_graphs: FakeGraphs) 
     assert names.steps
 
 
-class KernelCallNodes:
-    """Stands for `CudaGraphNodes`: every call of a Triton kernel is a node."""
-
-    def __init__(self, calls: list[Any]) -> None:
-        self._calls = calls
-        self._seen = 0
-
-    def take(self) -> list[tuple[NodeKind, str | None]]:
-        new = self._calls[self._seen :]
-        self._seen = len(self._calls)
-        return [("kernel", call.name) for call in new]
-
-
 @pytest.fixture
 def record_names(monkeypatch: pytest.MonkeyPatch) -> Callable[..., KernelNames]:
     """Record the names of the steps that a GPU would run, on tensors without memory."""
@@ -90,7 +77,7 @@ def record_names(monkeypatch: pytest.MonkeyPatch) -> Callable[..., KernelNames]:
         with (
             record_kernel_calls(capability) as calls,
             attribution.step(identity),
-            attribution.capturing(lambda: KernelCallNodes(calls)),
+            attribution.capturing(lambda: ListedNodes(calls, lambda call: call.name)),
         ):
             yield calls
 
@@ -180,7 +167,7 @@ def test_scopes_are_nothing_to_compiled_code() -> None:
     code = torch.compile(part, fullgraph=True, backend="eager")
     x = torch.arange(5.0)
     with attribution.recording() as names, attribution.step(StepKey("decode", 1, 1, False)):
-        with attribution.capturing(lambda: KernelCallNodes([])):
+        with attribution.capturing(lambda: ListedNodes([], str)):
             assert torch.equal(code(x), part(x))
         with torch._dynamo.config.patch(error_on_recompile=True):
             assert torch.equal(code(x), part(x))

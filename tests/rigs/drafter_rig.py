@@ -6,7 +6,6 @@ token. Features of the target are random, those of rejected positions too.
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -28,17 +27,16 @@ from stepgraph.runtime.models.drafters.drafter import (
 )
 from stepgraph.runtime.models.plan import plan_of
 
+from .stack_rig import BLOCK_SIZE, CPU, ragged_batch
 from .tiny_models import load_weights
 
-CPU = torch.device("cpu")
-BLOCK_SIZE = 8
 LENGTH = 96
 GROUPS, GROUP = 2, 1
 """Layer groups of the target, and the one whose block table the drafter uses."""
 
-Reference = Callable[[list[int], torch.Tensor, int], tuple[list[int], list[float], list[float]]]
-"""Tokens of a row, features `[tokens, F]` of all but the newest and a number of drafts, to drafts,
-their probabilities, and how much less likely the second best token is (its logit)."""
+Reference = Callable[[list[int], torch.Tensor, int], list[tuple[int, float, float]]]
+"""Tokens of a row, features `[tokens, F]` of all but the newest and a number of drafts, to drafts:
+the token, its probability, and how much less likely the second best token is (its logit)."""
 
 
 def load_target(
@@ -93,31 +91,6 @@ class DrafterRig:
     def token(self) -> int:
         return self.random.randrange(self.vocab)
 
-    def batch(
-        self,
-        rows: Sequence[int],
-        positions: Sequence[int],
-        live: Sequence[bool],
-        per_row: int | None,
-    ) -> RaggedBatch:
-        """A batch; tokens that are not `live` go to the null block."""
-        rows_T, positions_T = torch.tensor(rows), torch.tensor(positions)
-        blocks = self.tables[:, rows_T, (positions_T // BLOCK_SIZE)].long()
-        slots = (blocks * BLOCK_SIZE + positions_T % BLOCK_SIZE) * torch.tensor(live)
-        counts = [len(list(group)) for _, group in itertools.groupby(rows)]
-        starts = torch.tensor([0, *itertools.accumulate(counts)])
-        return RaggedBatch(
-            positions=positions_T,
-            slots=slots,
-            token_rows=rows_T,
-            rows=torch.tensor(list(dict.fromkeys(rows))),
-            block_tables=self.tables,
-            read_blocks=self.tables.shape[-1],
-            block_size=BLOCK_SIZE,
-            tokens_per_row=per_row,
-            query_start_loc=None if per_row else starts,
-        )
-
     def followed(
         self,
         rows: Sequence[int],
@@ -139,7 +112,7 @@ class DrafterRig:
             torch.tensor(token_ids),
             torch.tensor(next_ids),
             features,
-            self.batch(rows, positions, live, per_row),
+            ragged_batch(self.tables, rows, positions, live, per_row),
         )
 
     def prefill(self, prompts: Sequence[Sequence[int]], most: int = 1000) -> None:
@@ -193,12 +166,9 @@ class DrafterRig:
         newest_at = [len(known) - 1 for known in self.tokens]
 
         def later(first: int, tokens_each: int) -> RaggedBatch:
-            return self.batch(
-                [row for row in range(self.rows) for _ in range(tokens_each)],
-                [at + first + i for at in newest_at for i in range(tokens_each)],
-                [True] * (self.rows * tokens_each),
-                tokens_each,
-            )
+            rows = [row for row in range(self.rows) for _ in range(tokens_each)]
+            positions = [at + first + i for at in newest_at for i in range(tokens_each)]
+            return ragged_batch(self.tables, rows, positions, per_row=tokens_each)
 
         newest = NewestTokens(
             torch.tensor([known[-1] for known in self.tokens]),
@@ -222,14 +192,13 @@ class DrafterRig:
         for row, known in enumerate(self.tokens):
             count = drafts.token_ids.shape[1]
             features = self.known[row][: len(known) - 1].to(self.dtype)
-            expected, probabilities, margins = reference(known, features, count)
-            ours = drafts.token_ids[row].tolist()
-            for place in range(count):
-                close = margins[place] < 20 * tolerance
-                if ours[place] != expected[place]:
-                    assert close, (row, place, margins[place])
+            expected = reference(known, features, count)
+            assert len(expected) == count
+            for place, (token, probability, margin) in enumerate(expected):
+                if drafts.token_ids[row, place] != token:
+                    assert margin < 20 * tolerance, (row, place, margin)
                     break
-                error = abs(float(drafts.probabilities[row, place]) - probabilities[place])
+                error = abs(float(drafts.probabilities[row, place]) - probability)
                 assert error < tolerance, (row, place, error)
                 compared += 1
         return compared

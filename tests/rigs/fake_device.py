@@ -242,7 +242,8 @@ class FakeRunner:
             self.seen["recomputed" if preemption.swap_out is None else "swapped"] += 1
         device = self.device
         try:
-            self._copy("swap_out", [(p, device.blocks, device.host) for p in swapped(plan)])
+            swapped = [pair for preemption in plan.preempted for pair in preemption.swap_out or ()]
+            self._copy("swap_out", [(pair, device.blocks, device.host) for pair in swapped])
         finally:
             self._empty_fresh()  # now, because what was in them has just been copied
 
@@ -263,8 +264,12 @@ class FakeRunner:
         except InjectedError:
             self.seen["undone"] += sum(bool(f.copies or f.swap_in) for f in found)
             raise
-        for admission in plan.admitted:
-            self._note(admission.request, admission.found.source, len(admission.found.copies))
+        cache, groups = self.scheduler.cache, range(len(device.windows))
+        for request, at in ((admission.request.id, admission.found) for admission in plan.admitted):
+            self.seen[at.source] += 1
+            self.seen["fork with a copy"] += at.source == "fork" and len(at.copies) > 0
+            behind = any(NULL_BLOCK in cache.block_table(request, group) for group in groups)
+            self.seen["prefix behind a window"] += at.source == "prefix" and behind
 
     def _copy(
         self,
@@ -281,14 +286,6 @@ class FakeRunner:
         if limit is not None:
             self.seen["failures"] += 1
             raise InjectedError(name)
-
-    def _note(self, request: Request, source: str, copies: int) -> None:
-        self.seen[source] += 1
-        self.seen["fork with a copy"] += source == "fork" and copies > 0
-        cache = self.scheduler.cache
-        groups = range(len(self.device.windows))
-        behind = any(NULL_BLOCK in cache.block_table(request.id, group) for group in groups)
-        self.seen["prefix behind a window"] += source == "prefix" and behind
 
     def launch(self, number: int, plan: StepPlan) -> FakeLaunchedStep:
         assert number == self.launched
@@ -309,7 +306,10 @@ class FakeRunner:
         for update in plan.table_updates:
             device.tables[update.group][update.row][update.column] = update.block
         check_plan(plan, self.scheduler)
-        self._check_tables()
+        cache = self.scheduler.cache
+        for request, row in rows_of(self.scheduler).items():
+            for group, column, block in cache.table_of(request.id):
+                assert device.tables[group][row][column] == block, "the device has another table"
         sampled, advanced = [], None
         if plan.tokens_per_row > 1:
             device.written.clear()
@@ -405,13 +405,6 @@ class FakeRunner:
         self._check_own(row, position, range(len(self.device.windows)))
         self.device.write(row, position, token)
 
-    def _check_tables(self) -> None:
-        """What the device has of each row's block tables is what the cache has."""
-        cache = self.scheduler.cache
-        for request, row in rows_of(self.scheduler).items():
-            for group, column, block in cache.table_of(request.id):
-                assert self.device.tables[group][row][column] == block
-
     def read(self, launch: FakeLaunchedStep) -> list[Sampled]:
         assert launch is self.unread.popleft(), "launches are read in their order, once"
         return launch.sampled
@@ -436,10 +429,6 @@ class FakeRunner:
 def rows_of(scheduler: Scheduler) -> dict[Request, int]:
     """The rows of the running requests."""
     return scheduler._running.rows
-
-
-def swapped(plan: StepPlan) -> list[tuple[int, int]]:
-    return [pair for preemption in plan.preempted for pair in preemption.swap_out or ()]
 
 
 def check_plan(plan: StepPlan, scheduler: Scheduler) -> None:

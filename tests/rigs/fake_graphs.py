@@ -135,17 +135,17 @@ class Tape(TorchDispatchMode):
 # Captures on it, and the device that replays them.
 
 
-class TapeNodes:
-    """Stands for `CudaGraphNodes`: every operation that computes is a node, named like it."""
+class ListedNodes:
+    """Stands for `CudaGraphNodes`: what comes to a list is a node if `name` gives it a name."""
 
-    def __init__(self, tape: Tape) -> None:
-        self._tape = tape
+    def __init__(self, listed: list[Any], name: Callable[[Any], str | None]) -> None:
+        self._listed, self._name = listed, name
         self._seen = 0
 
-    def take(self) -> list[tuple[NodeKind, str]]:
-        new = self._tape.operations[self._seen :]
-        self._seen = len(self._tape.operations)
-        return [("kernel", str(operation.func)) for operation in new if operation.computes]
+    def take(self) -> list[tuple[NodeKind, str | None]]:
+        new = self._listed[self._seen :]
+        self._seen = len(self._listed)
+        return [("kernel", name) for name in map(self._name, new) if name is not None]
 
 
 @dataclass
@@ -267,7 +267,11 @@ class FakeCapturer:
 
     def capture(self, fn: Callable[[], Any]) -> Capture[Any]:
         graphs = self.graphs
-        with Tape() as tape, attribution.capturing(lambda: TapeNodes(tape)):
+
+        def name(operation: Operation) -> str | None:
+            return str(operation.func) if operation.computes else None
+
+        with Tape() as tape, attribution.capturing(lambda: ListedNodes(tape.operations, name)):
             output = fn()
         graph = FakeGraph(len(graphs.graphs), tape.operations, output)
         graphs.graphs.append(graph)

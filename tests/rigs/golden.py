@@ -28,11 +28,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import GenerationConfig
 
 from . import mtp_models
 from .golden_probes import HOST_ROWS, STEP_POINTS, VOCAB_SIZE
-from .tiny_models import BASE, VARIANTS, byte_level_tokenizer, randomize
+from .tiny_models import BASE, VARIANTS, byte_level_tokenizer, random_model
 
 ROOT = Path(__file__).resolve().parents[2]
 SIDES = ("base", "head")
@@ -150,10 +150,7 @@ def write_models(models: Path) -> None:
             mtp_models.write(directory, name, vocab_size=VOCAB_SIZE, **changes)
         else:
             settings = BASE | VARIANTS.get(name, {}) | {"vocab_size": VOCAB_SIZE} | changes
-            model_type = settings.pop("model_type", "llama")
-            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **settings))
-            randomize(model)
-            model.save_pretrained(directory)
+            random_model(settings).save_pretrained(directory)
         GenerationConfig(eos_token_id=EOS_TOKEN_IDS).save_pretrained(directory)
         byte_level_tokenizer(VOCAB_SIZE).save(str(directory / "tokenizer.json"))
 

@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import IO, Any
+from typing import Any
 
 import uvicorn
 from stepgraph.runtime import AsyncEngine, Engine, ServiceConfig
@@ -41,13 +41,11 @@ class Command:
         )
         assert self.process.stderr is not None
         self.errors = [self.process.stderr.readline()]
-        self._reader = threading.Thread(target=self._read, args=(self.process.stderr,), daemon=True)
+        # A full pipe would stop the command.
+        read, stderr = self.errors.extend, self.process.stderr
+        self._reader = threading.Thread(target=read, args=(stderr,), daemon=True)
         self._reader.start()
         self.address = self.errors[0].split("; ")[1].split()[0]
-
-    def _read(self, stream: IO[str]) -> None:
-        """Read stderr, since a full pipe would stop the command."""
-        self.errors.extend(stream)
 
     def wait_for_error(self, text: str) -> None:
         """Wait for a line on stderr."""

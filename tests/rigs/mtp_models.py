@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from . import drafter_rig
 from .head_references import best, random_matrix, random_norm
-from .tiny_models import BASE, VARIANTS, randomize
+from .tiny_models import BASE, VARIANTS, random_model
 
 LAYERS = BASE["num_hidden_layers"]
 
@@ -90,11 +90,7 @@ def write(directory: Path, kind: str, **changes: Any) -> PreTrainedModel:
     """
     layout = KINDS[kind]
     settings = BASE | dict(layout.settings) | {"num_hidden_layers": LAYERS + 1} | changes
-    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
-    model = AutoModelForCausalLM.from_config(
-        config, attn_implementation="eager", experts_implementation="eager"
-    ).eval()
-    randomize(model)
+    model = random_model(settings)
     model.save_pretrained(directory)
     stored = json.loads((directory / "config.json").read_text())
     stored |= {"num_hidden_layers": LAYERS, "num_nextn_predict_layers": 1, **layout.stored}
@@ -105,7 +101,7 @@ def write(directory: Path, kind: str, **changes: Any) -> PreTrainedModel:
         layout.module + name.removeprefix(last) if name.startswith(last) else name: tensor
         for name, tensor in load_file(directory / "model.safetensors").items()
     }
-    hidden, embedding = config.hidden_size, tensors["model.embed_tokens.weight"]
+    hidden, embedding = model.config.hidden_size, tensors["model.embed_tokens.weight"]
     tensors |= {
         f"{layout.module}{layout.embedding_norm}.weight": random_norm(hidden),
         f"{layout.module}{layout.hidden_norm}.weight": random_norm(hidden),
@@ -136,9 +132,7 @@ def module(directory: Path, kind: str, model: PreTrainedModel) -> drafter_rig.Re
         return x * scale * tensors[f"{layout.module}{name}.weight"]
 
     @torch.no_grad()
-    def drafts(
-        known: list[int], features: Tensor, count: int
-    ) -> tuple[list[int], list[float], list[float]]:
+    def drafts(known: list[int], features: Tensor, count: int) -> list[tuple[int, float, float]]:
         hidden, tokens, found = features.float(), list(known[1:]), []
         for _ in range(count):
             pair = [
@@ -157,8 +151,7 @@ def module(directory: Path, kind: str, model: PreTrainedModel) -> drafter_rig.Re
             found.append((token, *rest))
             tokens.append(token)
             hidden = torch.cat((hidden, normed if layout.normed else out))
-        ids, probabilities, margins = zip(*found, strict=True)
-        return list(ids), list(probabilities), list(margins)
+        return found
 
     return drafts
 

@@ -25,6 +25,31 @@ ROWS = 3
 LENGTH = 160
 
 
+def ragged_batch(
+    tables: torch.Tensor,
+    rows: Sequence[int],
+    positions: Sequence[int],
+    live: Sequence[bool] | bool = True,
+    per_row: int | None = None,
+) -> RaggedBatch:
+    """Tokens, those of a row together; what is not `live` goes to the null block."""
+    rows_T, positions_T = torch.tensor(rows), torch.tensor(positions)
+    blocks = tables[:, rows_T, positions_T // BLOCK_SIZE].long()
+    counts = [len(list(group)) for _, group in itertools.groupby(rows)]
+    starts = torch.tensor([0, *itertools.accumulate(counts)])
+    return RaggedBatch(
+        positions=positions_T,
+        slots=(blocks * BLOCK_SIZE + positions_T % BLOCK_SIZE) * torch.tensor(live),
+        token_rows=rows_T,
+        rows=torch.tensor(list(dict.fromkeys(rows))),
+        block_tables=tables,
+        read_blocks=tables.shape[-1],
+        block_size=BLOCK_SIZE,
+        tokens_per_row=per_row,
+        query_start_loc=None if per_row else starts,
+    )
+
+
 class Rig:
     """A decoder and an arena that is NaN wherever a step has no business."""
 
@@ -70,20 +95,8 @@ class Rig:
         return rig
 
     def inputs(self, chunks: Sequence[tuple[int, int, int]]) -> RaggedBatch:
-        rows = torch.cat([torch.full((n,), row) for row, _, n in chunks])
-        positions = torch.cat([torch.arange(at, at + n) for _, at, n in chunks])
-        blocks = self.tables[:, rows, positions // BLOCK_SIZE].long()
-        return RaggedBatch(
-            positions=positions,
-            slots=blocks * BLOCK_SIZE + positions % BLOCK_SIZE,
-            token_rows=rows,
-            rows=torch.tensor([row for row, _, _ in chunks]),
-            block_tables=self.tables,
-            read_blocks=self.columns,
-            block_size=BLOCK_SIZE,
-            tokens_per_row=None,
-            query_start_loc=torch.tensor([0, *itertools.accumulate(n for *_, n in chunks)]),
-        )
+        rows = [row for row, _, n in chunks for _ in range(n)]
+        return ragged_batch(self.tables, rows, [at + i for _, at, n in chunks for i in range(n)])
 
     def hidden(self, inputs: RaggedBatch) -> torch.Tensor:
         generator = torch.Generator().manual_seed(1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from stepgraph.runtime.loading.loader import iter_weights
 from stepgraph.runtime.models.decoder import Decoder
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.trainers import BpeTrainer
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from .expert_models import EXPERT_VARIANTS, YARN
 from .family_variants import BIASES, FAMILY_VARIANTS, LENGTH_VARIANTS, sliding, variant
@@ -113,13 +113,8 @@ class TinyModel:
         Without an end-of-sequence token, unless `settings` name one; what follows it is padding.
         """
         key = repr((prompts, new_tokens, sorted(settings.items())))
-        if key not in self.known_greedy:
-            self.known_greedy[key] = self._generate(prompts, new_tokens, settings)
-        return [list(row) for row in self.known_greedy[key]]
-
-    def _generate(
-        self, prompts: Sequence[Sequence[int]], new_tokens: int, settings: dict[str, Any]
-    ) -> list[list[int]]:
+        if key in self.known_greedy:
+            return [list(row) for row in self.known_greedy[key]]
         longest = max(map(len, prompts))
         ids = torch.zeros(len(prompts), longest, dtype=torch.int64)
         mask = torch.zeros_like(ids)
@@ -130,8 +125,8 @@ class TinyModel:
         output = self.reference.generate(
             ids, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False, **options
         )
-        rows: list[list[int]] = output[:, longest:].tolist()
-        return rows
+        self.known_greedy[key] = output[:, longest:].tolist()
+        return [list(row) for row in self.known_greedy[key]]
 
     @torch.no_grad()
     def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
@@ -179,12 +174,20 @@ def changed_checkpoint(
     return target
 
 
-def apply_gate_settings(model: PreTrainedModel) -> None:
-    """Set the clamp and gain of gpt-oss experts; transformers 5.17 has constants instead."""
+def random_model(settings: Mapping[str, Any]) -> PreTrainedModel:
+    """A model with the fields of a configuration and weights by `randomize`."""
+    fields = dict(settings)
+    config = AutoConfig.for_model(fields.pop("model_type", "llama"), **fields)
+    model = AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager", experts_implementation="eager"
+    ).eval()
+    # The clamp and gain of gpt-oss experts, for which transformers 5.17 has constants.
     for module in model.modules():
         for name, setting in (("limit", "swiglu_limit"), ("alpha", "swiglu_alpha")):
             if hasattr(module, name) and hasattr(model.config, setting):
                 setattr(module, name, getattr(model.config, setting))
+    randomize(model)
+    return model
 
 
 def randomize(model: PreTrainedModel) -> None:

@@ -64,9 +64,7 @@ def dflash(
     ref = Reference(config, {**weights, "embedding": embedding, "head.weight": head}, dtype)
     window = config.get("sliding_window") or 1000
 
-    def drafts(
-        known: list[int], features: Tensor, count: int
-    ) -> tuple[list[int], list[float], list[float]]:
+    def drafts(known: list[int], features: Tensor, count: int) -> list[tuple[int, float, float]]:
         context = ref.norm("hidden_norm", ref.linear("fc", features.double()))
         block = torch.tensor([known[-1], *[MASK] * count])
         x = ref.weights["embedding"][block]
@@ -81,8 +79,7 @@ def dflash(
             x = x + ref.attend(f"layers.{i}.self_attn", normed, own, states, at, seen)
             x = x + ref.mlp(f"layers.{i}.mlp", ref.norm(f"layers.{i}.post_attention_layernorm", x))
         logits = ref.linear("head", ref.norm("norm", x[1:]))
-        ids, probabilities, margins = zip(*map(best, logits), strict=True)
-        return list(ids), list(probabilities), list(margins)
+        return [best(row) for row in logits]
 
     return drafts
 

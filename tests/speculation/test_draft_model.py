@@ -14,6 +14,7 @@ from stepgraph.runtime.loading.checkpoint import read_config
 from stepgraph.runtime.loading.drafter_loading import find_drafter
 
 from ..rigs.drafter_rig import DrafterRig, Reference, load_target
+from ..rigs.head_references import best
 from ..rigs.tiny_models import Tiny, TinyModel
 
 
@@ -24,15 +25,12 @@ def greedy(model: TinyModel, dtype: torch.dtype) -> Reference:
     @torch.no_grad()
     def drafts(
         known: list[int], features: torch.Tensor, count: int
-    ) -> tuple[list[int], list[float], list[float]]:
-        tokens, probabilities, margins = list(known), [], []
+    ) -> list[tuple[int, float, float]]:
+        found: list[tuple[int, float, float]] = []
         for _ in range(count):
-            logits = reference(torch.tensor([tokens])).logits[0, -1].double()
-            best, second = logits.topk(2).values.tolist()
-            margins.append(best - second)
-            probabilities.append(float(logits.softmax(-1).max()))
-            tokens.append(int(logits.argmax()))
-        return tokens[len(known) :], probabilities, margins
+            tokens = [*known, *(token for token, _, _ in found)]
+            found.append(best(reference(torch.tensor([tokens])).logits[0, -1].double()))
+        return found
 
     return drafts
 

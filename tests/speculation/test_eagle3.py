@@ -92,9 +92,7 @@ def eagle3(
     }
     ref = Reference(config, {**shared, **weights}, dtype)
 
-    def drafts(
-        known: list[int], features: Tensor, count: int
-    ) -> tuple[list[int], list[float], list[float]]:
+    def drafts(known: list[int], features: Tensor, count: int) -> list[tuple[int, float, float]]:
         hidden = ref.linear("fc", features.double())
         tokens, found = list(known[1:]), []
         for _ in range(count):
@@ -111,8 +109,7 @@ def eagle3(
             found.append((token, *rest))
             tokens.append(token)
             hidden = torch.cat((hidden, x[-1:]))
-        ids, probabilities, margins = zip(*found, strict=True)
-        return list(ids), list(probabilities), list(margins)
+        return found
 
     return drafts
 
