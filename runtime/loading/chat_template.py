@@ -49,13 +49,14 @@ def _sandbox() -> Environment:
         intercepted_binops = frozenset({"*", "**"})
 
         def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-            length = 0
+            length, most = 0, MAX_CHARS
             if isinstance(left, int) and isinstance(right, int):
-                length = left.bit_length() * (abs(right) if operator == "**" else 2)
+                bits, most = left.bit_length(), MAX_BITS
+                length = bits * abs(right) if operator == "**" else bits + right.bit_length()
             elif isinstance(left, Sized) or isinstance(right, Sized):
                 counts = [len(x) if isinstance(x, Sized) else int(x) for x in (left, right)]
                 length = counts[0] * counts[1]
-            if length > MAX_CHARS:
+            if length > most:
                 raise SecurityError(f"the result of {operator} is too large")
             return super().call_binop(context, operator, left, right)
 
@@ -179,6 +180,8 @@ RENDER_SECONDS = 2.0
 COMPILE_SECONDS = 10.0
 MAX_CHARS = 1 << 26
 """Of what a template writes; also the largest length that it multiplies to."""
+MAX_BITS = 1 << 14
+"""Of an integer: the time of a power grows faster than its length, and nothing interrupts it."""
 MAX_DEPTH = 64
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _CONTINUE = "CONTINUE_FINAL_MESSAGE_TAG "
@@ -343,7 +346,9 @@ def _run(name: str, seconds: float, work: Callable[[Any], Any], argument: object
 
 def _plain(value: Any, where: str, depth: int = 0) -> Any:
     """Return a copy of JSON values; templates get no other objects."""
-    if value is None or isinstance(value, str | int | float):
+    if isinstance(value, str):
+        return str.__str__(value)  # a member of an enumeration would be rendered as its name
+    if value is None or isinstance(value, int | float):
         return value
     if depth > MAX_DEPTH:
         raise RequestError(f"{where[:80]} is nested more than {MAX_DEPTH} deep", field=_root(where))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import json
 import shutil
 import sys
@@ -102,6 +103,15 @@ def test_reasoning_is_read_under_several_names(directory: Path) -> None:
         assert tokenizer.apply_chat_template(said, tokenize=False) == expected
 
 
+def test_texts_that_are_members_of_an_enumeration(directory: Path) -> None:
+    class Role(str, enum.Enum):  # noqa: UP042  whose text is its name
+        USER = "user"
+
+    tokenizer = load(save(directory, "{% for m in messages %}{{ m.role }}{% endfor %}"))
+    said = [{"role": Role.USER, "content": "hi"}]
+    assert tokenizer.apply_chat_template(said, tokenize=False) == "user"
+
+
 def test_where_templates_are_found(directory: Path) -> None:
     """And which one counts: files of their own before tokenizer_config.json."""
 
@@ -131,6 +141,7 @@ HARMFUL = {
     "endless_output": "{% for i in r %}{% for j in r %}{{ 'a' * 1000 }}{% endfor %}{% endfor %}",
     "range": "{% for i in range(10**9) %}{% endfor %}",
     "power": "{{ 10 ** (10 ** 10) }}",
+    "power_of_megabytes": "{{ 7 ** (10 ** 7) % 10 }}",
     "times": "{{ 'a' * 10**9 }}",
     "times_list": "{{ ([1] * 10**9) | length }}",
     "squared": "{% set n = namespace(x=3) %}{% for i in r %}{% set n.x = n.x * n.x %}{% endfor %}",
