@@ -326,7 +326,7 @@ async def test_paths_methods_and_models() -> None:
 
 @in_event_loop
 async def test_api_keys() -> None:
-    async with service(api_keys=["first", "zweiter-ß"]) as rig:
+    async with service(api_keys=["first", "zweiter-ß", "voilà"]) as rig:
         path, body = completion()
         for header in (None, "first", "Bearer", "Bearer firs", "Bearer first2", "Basic first"):
             headers = {} if header is None else {"authorization": header}
@@ -334,7 +334,7 @@ async def test_api_keys() -> None:
                 response = await rig.post(body, target, headers=headers)
                 assert response.status_code == 401
                 assert response.json()["error"]["code"] == "invalid_api_key"
-        for key in ("first", "zweiter-ß"):
+        for key in ("first", "zweiter-ß", "voilà"):
             header = f"Bearer {key}".encode()
             response = await rig.post(body, path, headers={b"authorization": header})
             assert response.status_code == 200

@@ -299,7 +299,7 @@ def app(
 def _check_key(exchange: Exchange, digests: Sequence[bytes]) -> None:
     """Refuse a request without a valid API key, in a time that does not depend on the keys."""
     scheme, _, key = (exchange.header(b"authorization") or "").partition(" ")
-    digest = hashlib.sha256(key.strip().encode("latin-1")).digest()
+    digest = hashlib.sha256(key.strip(" \t").encode("latin-1")).digest()
     matches = [hmac.compare_digest(digest, known) for known in digests]
     if scheme.lower() != "bearer" or not any(matches):
         raise HttpError(
