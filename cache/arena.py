@@ -12,8 +12,6 @@ import torch
 from .blocks import NULL_BLOCK
 from .spec import LayerGroup, PagedState, layouts
 
-__all__ = ["SCALE_BYTES", "Arena", "HostArena", "Storage", "arena_views"]
-
 Storage = Literal["model", "int8", "fp8"]
 """How keys and values are stored: in the model's dtype, or as 8-bit numbers with a bfloat16 scale
 for each vector (fp8 is float8_e4m3fn)."""

@@ -9,18 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-__all__ = [
-    "BlockPool",
-    "CachedKeys",
-    "HASH_BYTES",
-    "HostBlocks",
-    "NULL_BLOCK",
-    "OutOfBlocksError",
-    "PrefixHashes",
-    "SwappedRequest",
-]
-
-
 # `CachedKeys`: the keys of a block pool at one moment, to be read outside of the step thread.
 
 
@@ -57,7 +45,6 @@ class CachedKeys:
 
 
 NULL_BLOCK = 0
-
 """The block that padding reads and writes. No request gets it, so it is never shared or freed."""
 
 

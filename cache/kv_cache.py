@@ -15,10 +15,7 @@ from typing import Literal
 from .blocks import NULL_BLOCK, BlockPool, CachedKeys, HostBlocks, PrefixHashes
 from .spec import LayerGroup
 
-__all__ = ["Admitted", "KVCache", "TableChange"]
-
 TableChange = tuple[int, int, int]
-
 """(group, column, block): an entry of a request's block tables that has changed."""
 
 

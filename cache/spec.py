@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 
-__all__ = ["LayerGroup", "PagedState", "group_layers", "layouts"]
-
 
 @dataclass(frozen=True)
 class PagedState:

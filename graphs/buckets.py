@@ -11,13 +11,6 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-__all__ = [
-    "Buckets",
-    "default_row_buckets",
-    "default_token_buckets",
-    "default_width_buckets",
-]
-
 MIN_TOKEN_BUCKET = 16
 """Smallest default prefill bucket, in tokens. Smaller steps take as long: reading the weights
 dominates."""

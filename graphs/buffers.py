@@ -21,8 +21,6 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-__all__ = ["StaticBuffers", "TensorSpec", "allocated_bytes"]
-
 T = TypeVar("T")
 A = TypeVar("A")
 

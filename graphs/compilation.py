@@ -19,8 +19,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import CodeType
 
-__all__ = ["StepCompilationError", "StepPreparationError", "run_until_compiled"]
-
 
 class StepPreparationError(RuntimeError):
     """A step could not be warmed up, compiled or captured. `__cause__` is the failure."""

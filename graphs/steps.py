@@ -29,16 +29,6 @@ import torch
 from ..profiling import attribution, ranges
 from .compilation import StepPreparationError, run_until_compiled
 
-__all__ = [
-    "Capture",
-    "CudaGraphCapturer",
-    "PreparationWatcher",
-    "Step",
-    "StepKind",
-    "StepLibrary",
-    "StepPreparationError",
-]
-
 logger = logging.getLogger("stepgraph.graphs")
 
 K = TypeVar("K", bound=Hashable)

@@ -9,8 +9,6 @@ import os
 import shutil
 from pathlib import Path
 
-__all__ = ["WriteError", "check_writable", "write_file"]
-
 
 class WriteError(OSError):
     """A file cannot be written.

@@ -38,11 +38,6 @@ from typing import Any, Literal, NamedTuple, Protocol
 from .atomic_write import write_file
 from .ranges import NOTHING
 
-__all__ = ["OTHER", "SCHEMA_VERSION", "SUFFIX", "AttributionError", "CudaGraphNodes", "DeviceWork"]
-__all__ += ["KernelNames", "NamesFileError", "Node", "NodeKind", "OperationCost", "ScopeListener"]
-__all__ += ["StepIdentity", "StepNodes", "capturing", "cuda_graph_nodes", "listening", "load"]
-__all__ += ["nodes_of_replay", "operation", "recording", "step"]
-
 logger = logging.getLogger("stepgraph.profiling")
 
 SCHEMA_VERSION = 1

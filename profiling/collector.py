@@ -6,8 +6,6 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["CollectorWatch"]
-
 
 class CollectorWatch:
     """Counts and times the collections of the process, in any thread, until it is closed.

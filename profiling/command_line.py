@@ -9,8 +9,6 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-__all__ = ["INTERRUPTED", "CommandParser", "aligned", "print_text"]
-
 INTERRUPTED = 130
 """Exit status after SIGINT: 128 + 2, as in a shell."""
 

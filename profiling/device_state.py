@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["describe_throttling", "driver_version", "watch"]
-
 CLOCK_TOLERANCE: Final = 0.05
 """Relative change of the SM clock that a measurement tolerates without a warning."""
 _QUERIES: Final[dict[str, tuple[str, tuple[int, ...], float]]] = {

@@ -16,9 +16,6 @@ from typing import Final, Literal
 
 from . import ranges
 
-__all__ = ["CaptureWindowError", "GraphTrace", "capture_window", "export_command"]
-__all__ += ["inside_nsys", "nsys_command"]
-
 GraphTrace = Literal["graph", "node"]
 """What nsys records of a CUDA graph: its begin and end, or each of its nodes.
 

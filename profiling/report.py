@@ -35,8 +35,6 @@ from .ranges import StepNumbers
 from .stats import Summary, covered
 from .trace import DEVICE_CATEGORIES, Event, Scopes, TraceError, end_of, name_work, read_trace
 
-__all__ = ["Report", "Step", "main", "read_report", "report_text"]
-
 SCHEMA_VERSION: Final = 1
 MOST_ROWS: Final = 100
 """Maximum rows of a printed table; --json holds all."""

@@ -41,9 +41,6 @@ from . import attribution, ranges
 from .atomic_write import check_writable, write_file
 from .attribution import DeviceWork, KernelNames, Node, nodes_of_replay
 
-__all__ = ["SUFFIX", "Event", "Scopes", "TraceError", "end_of", "name_work", "read_trace"]
-__all__ += ["torch_trace"]
-
 SUFFIX = ".json.gz"
 """Suffix of a trace; viewers need it."""
 

@@ -26,22 +26,6 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from .bounded_repr import bounded_repr
 from .errors import ConfigError, RequestError
 
-__all__ = [
-    "MAX_COUNT",
-    "MAX_PRIORITY",
-    "Allowed",
-    "Range",
-    "allowed_values",
-    "check_choice",
-    "check_config",
-    "check_fields",
-    "check_integer",
-    "check_number",
-    "check_type",
-    "described_fields",
-    "from_mapping",
-]
-
 T = TypeVar("T")
 
 MAX_PRIORITY = (1 << 63) - 1

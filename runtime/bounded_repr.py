@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import reprlib
 
-__all__ = ["bounded_repr", "bounded_text"]
-
 _DEFAULT_LENGTH = 200
 _MOST_BITS = 256
 

@@ -18,8 +18,6 @@ from .errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["MAX_DRAFTS", "EngineConfig", "Speculation"]
-
 MEMORY_BUDGETS = ("memory_fraction", "memory_bytes", "memory_tokens")
 MAX_ROWS = 4096
 MAX_SEED = 2**63 - 1

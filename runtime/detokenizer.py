@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-__all__ = ["IncrementalDetokenizer"]
-
 _MAX_PARTS = 256
 """Pieces of a text that are joined at a time."""
 

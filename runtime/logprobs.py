@@ -21,8 +21,6 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["PromptLogprobs", "TokenLogprobs"]
-
 Float32Array: TypeAlias = npt.NDArray[np.float32]
 Int64Array: TypeAlias = npt.NDArray[np.int64]
 

@@ -8,8 +8,6 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["MaskWords"]
-
 MASK_BITS: Final = 32
 """Tokens of a word, as in `kernels/ops/token_masks.py`."""
 

@@ -9,8 +9,6 @@ from torch.compiler import is_dynamo_compiling
 from ..profiling import attribution
 from ..profiling.ranges import NOTHING
 
-__all__ = ["operation"]
-
 _NOTHING_COMPILED = contextlib.nullcontext()
 """torch removes this context from compiled code."""
 

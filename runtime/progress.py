@@ -8,8 +8,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-__all__ = ["LOG_SECONDS", "progress_bar"]
-
 logger = logging.getLogger("stepgraph.runtime")
 
 LOG_SECONDS = 10.0

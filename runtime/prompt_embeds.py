@@ -20,8 +20,6 @@ from .arguments import check_type
 from .errors import RequestError
 from .prompt_ids import type_name
 
-__all__ = ["EmbeddedSpan", "EncodedContent", "PromptEmbeds", "check_spans"]
-
 KEY_BYTES = 32
 
 

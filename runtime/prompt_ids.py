@@ -13,8 +13,6 @@ import torch
 from .bounded_repr import bounded_repr
 from .errors import RequestError
 
-__all__ = ["plain_batch", "plain_token_ids", "too_long", "type_name"]
-
 ACCEPTED = (
     "text, or token ids as a list, tuple or range of integers, an array.array, or a one-dimensional"
     " NumPy array or CPU tensor of integers"

@@ -14,8 +14,6 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
-__all__ = ["UNLIMITED", "RopeLengths"]
-
 UNLIMITED = sys.maxsize
 """A length that no sequence reaches."""
 

@@ -14,8 +14,6 @@ from .arguments import Range, check_fields, check_integer
 from .errors import RequestError
 from .structured_output import StructuredOutput
 
-__all__ = ["NEUTRAL", "LogitBias", "SamplingDefaults", "SamplingParams"]
-
 MAX_TOKENS_LIMIT = 1 << 20
 MAX_TOKEN_ID = (1 << 31) - 1
 MAX_LOGIT_BIAS_ENTRIES = 300

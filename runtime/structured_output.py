@@ -15,8 +15,6 @@ from .arguments import Range, check_fields, check_type, from_mapping
 from .bounded_repr import bounded_repr
 from .errors import RequestError
 
-__all__ = ["GrammarKind", "StructuredOutput"]
-
 MAX_SCHEMA_BYTES = 1 << 17
 MAX_SCHEMA_DEPTH = 64
 MAX_REGEX_CHARS = 1 << 13

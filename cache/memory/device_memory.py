@@ -12,13 +12,6 @@ from typing import Self
 import psutil
 import torch
 
-__all__ = [
-    "DeviceMemory",
-    "available_bytes",
-    "cgroup_headroom",
-    "resident_bytes",
-]
-
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 _CGROUP_MEMBERSHIP = Path("/proc/self/cgroup")
 

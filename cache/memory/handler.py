@@ -19,19 +19,6 @@ from fractions import Fraction
 
 from ..spec import LayerGroup
 
-__all__ = [
-    "BufferBytes",
-    "HOST_TERMS",
-    "MemoryBudget",
-    "MemoryBudgetError",
-    "MemoryPlan",
-    "ModelFootprint",
-    "TERMS",
-    "format_bytes",
-    "plan_memory",
-]
-
-
 # The memory plan, term by term, and its comparison with measurements. All bytes.
 
 TERMS = (
@@ -50,7 +37,6 @@ TERMS = (
 """The terms of a plan, in the order they are shown."""
 
 HOST_TERMS = ("host_cache", "host_buffers")
-
 """The terms in host memory, whatever the device."""
 
 
@@ -175,7 +161,6 @@ def format_bytes(size: int) -> str:
 # tokens, so that a plan can be found by bisection.
 
 BufferBytes = Callable[[int, int], tuple[int, int]]
-
 """(prompt tokens of the largest step, blocks of the longest row) -> bytes on the device and of
 their mirrors on the host; non-decreasing."""
 

@@ -20,8 +20,6 @@ from ..models.resolved_config import ResolvedConfig, resolve_device
 from .options import MODES
 from .results import new_document, settle_bandwidth, write_json
 
-__all__ = ["BenchmarkRun", "ModelKind", "modes_of", "resolve_engine"]
-
 
 class ModelKind(NamedTuple):
     """A model with its dtypes, and an engine of it for each mode."""

@@ -13,8 +13,6 @@ from ...profiling.nsys import inside_nsys
 from .comparison import compare, comparison_text, failure, read_results
 from .options import PROGRAM, REPORTED_ERRORS, parse_arguments, print_error
 
-__all__ = ["main"]
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status. Loads torch once it has checked the flags."""

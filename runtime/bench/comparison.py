@@ -15,9 +15,6 @@ from typing import Any, NamedTuple
 from ...profiling.command_line import aligned
 from ..errors import StepgraphError
 
-__all__ = ["KEYS", "SCHEMA_VERSION", "Ratio", "ResultsError", "compare", "comparison_text"]
-__all__ += ["confidence", "failure", "read_results"]
-
 SCHEMA_VERSION = 1
 """Of the document."""
 ENVIRONMENT = ("device", "driver", "cpu", "threads", "torch", "python", "system", "commit")

@@ -19,8 +19,6 @@ from ..errors import StepgraphError
 from ..tools.arguments import BYTES, flag_type, parse_bytes
 from .options import MODEL_FLAGS, REPORTED_ERRORS, add_flags, number, print_error
 
-__all__ = ["main"]
-
 Explain = Callable[[str, EngineConfig], str]
 """Explains a model with its dtypes."""
 

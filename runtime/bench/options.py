@@ -26,9 +26,6 @@ from ..tools.arguments import flag_settings, flag_type, integer
 from .peer_runner import RUNTIMES
 from .peers import PeerSpec, peer_spec
 
-__all__ = ["MODEL_FLAGS", "MODES", "PROGRAM", "REPORTED_ERRORS", "add_flags", "kernels_path"]
-__all__ += ["number", "parse_arguments", "print_error", "trace_path"]
-
 PROGRAM = "stepgraph bench"
 """What usage and errors begin with."""
 REPORTED_ERRORS = (

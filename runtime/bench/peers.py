@@ -22,8 +22,6 @@ from typing import Any, NamedTuple
 from ..errors import StepgraphError
 from .peer_runner import RUNTIMES
 
-__all__ = ["Peer", "PeerError", "PeerSpec", "checkpoint_of", "peer_spec", "save_random_weights"]
-
 RUNNER = Path(__file__).with_name("peer_runner.py")
 REPLY_SECONDS = 900
 """A peer that takes longer for a request is ended. The first requests export and compile."""

@@ -25,9 +25,6 @@ from ..kernels import resolve_threads
 from ..kernels.weights import MODEL
 from .comparison import SCHEMA_VERSION
 
-__all__ = ["describe_engine", "failed_checks", "new_document", "report"]
-__all__ += ["settle_bandwidth", "table_rows", "warnings", "write_json"]
-
 Entry = Mapping[str, Any]
 Cell = str | Callable[[Entry], str]
 """A format string over the fields of an entry (see `_Formatter`), or a function."""

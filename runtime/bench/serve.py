@@ -33,9 +33,6 @@ from .benchmark_run import BenchmarkRun, resolve_engine
 from .results import describe_engine
 from .workload import greedy, random_prompts
 
-__all__ = ["EngineClient", "Outcome", "arrival_times", "closed_loop", "measure", "open_loop"]
-__all__ += ["summarize"]
-
 NUM_PROMPTS = 256
 """Different prompts; then they repeat."""
 SWITCH_INTERVAL = 1e-4

@@ -41,8 +41,6 @@ from ..tools.arguments import integer, speculation_spec
 from .options import PROGRAM, print_error
 from .workload import interleave
 
-__all__ = ["main", "prompt_text"]
-
 KINDS = ("edit", "code", "free", "random")
 UNIFORM_TEMPERATURE = 100.0
 PROMPT_TOKENS = 120

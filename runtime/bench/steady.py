@@ -54,8 +54,6 @@ from .workload import (
     random_prompts,
 )
 
-__all__ = ["SteadyScenario", "StepProfile", "nsys_commands"]
-
 SETTLING_SECONDS = 0.3
 """Pause before a runtime runs beside others: their threads may spin for 0.2 s after a step."""
 

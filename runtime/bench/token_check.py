@@ -27,8 +27,6 @@ from ..models.transformers.decoder import DecoderModel
 from ..models.transformers.loading import load_decoder
 from ..rope_lengths import RopeLengths
 
-__all__ = ["MOST_ROWS", "TOLERANCE", "TokenCheck"]
-
 MOST_ROWS = 4
 """Rows of a batch that are scored, spread evenly from the first to the last."""
 

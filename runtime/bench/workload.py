@@ -25,10 +25,6 @@ from ..models.config import DecoderConfig
 from ..sampling_params import SamplingParams
 from .peers import Peer
 
-__all__ = ["BenchmarkCase", "EngineRun", "PeerRun", "busy_processes", "decode_batch"]
-__all__ += ["decode_roofline", "equal_share", "greedy", "interleave", "random_prompts"]
-__all__ += ["summarize_repetitions"]
-
 _SPIN = """
 import os, signal, sys
 signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -22,8 +22,6 @@ from torch.nn.functional import pad
 from ..errors import RankError
 from .rank_group import RankGroup
 
-__all__ = ["ProcessGroupCollectives", "open_process_group"]
-
 T = TypeVar("T")
 
 _HOST = "127.0.0.1"

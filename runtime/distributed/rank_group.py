@@ -44,8 +44,6 @@ from ..errors import (
 )
 from ..kernels.ops.collectives import CollectiveFailure
 
-__all__ = ["GROUP_ENDED", "START_SECONDS", "WORKER", "Link", "RankGroup", "start_rank"]
-
 logger = logging.getLogger("stepgraph.runtime")
 
 WORKER = "stepgraph.runtime.engine.startup"

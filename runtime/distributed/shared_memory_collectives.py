@@ -15,8 +15,6 @@ from ..kernels import load_cpu_ops
 from ..kernels.cpu.collectives import LINE_BYTES, all_reduce, gather_columns, region_bytes
 from ..kernels.ops.collectives import CollectiveFailure
 
-__all__ = ["SharedMemoryCollectives"]
-
 _LARGEST_PART = 1 << 20
 """Bytes; what ranks exchange at once. Longer tensors are exchanged in pieces."""
 _SMALLEST_PART = 4096

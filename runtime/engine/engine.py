@@ -76,8 +76,6 @@ from .startup import (
     start,
 )
 
-__all__ = ["Engine"]
-
 T = TypeVar("T")
 
 

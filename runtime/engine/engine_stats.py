@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 from .loop import StepLoop
 from .startup import EngineParts
 
-__all__ = ["EngineCounters", "EngineGauges", "engine_stats"]
-
 
 class EngineGauges(NamedTuple):
     """The present state of an engine."""

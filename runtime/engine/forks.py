@@ -6,9 +6,6 @@ import os
 from typing import Any
 from weakref import WeakSet
 
-__all__ = ["call_in_children"]
-
-
 _alive: WeakSet[Any] = WeakSet()
 
 

@@ -12,8 +12,6 @@ from typing import Self
 
 from .request_output import RequestOutput
 
-__all__ = ["GenerateCall"]
-
 _POLL_SECONDS = 0.1
 """How long a call sleeps at most while another call runs its steps."""
 

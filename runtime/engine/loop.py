@@ -41,9 +41,6 @@ from ..scheduling.speculator import Speculator
 from ..scheduling.step_budget import StepBudget
 from .request_output import RequestOutput
 
-__all__ = ["RequestTracker", "StepLoop"]
-
-
 logger = logging.getLogger("stepgraph.runtime")
 
 _FINISHED = RequestStatus.FINISHED

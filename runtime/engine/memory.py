@@ -39,17 +39,6 @@ from ..models.plan import parameter_bytes, plan_of
 from ..models.resolved_config import ResolvedConfig
 from ..models.transformers.decoder import DecoderModel
 
-__all__ = [
-    "CapturePeaks",
-    "DrafterBytes",
-    "Phase",
-    "StepMemory",
-    "logged_phase",
-    "measure_steps",
-    "model_footprint",
-    "weight_bytes",
-]
-
 GRAPH_BYTES_PER_STEP = 4 << 20
 """Memory of a captured step outside of the shared pool: its kernel nodes. An estimate, which the
 plan's reconciliation compares with the measurement."""

@@ -31,18 +31,6 @@ from ..models.transformers.decoder import DecoderModel
 if TYPE_CHECKING:
     from ..distributed.process_group import ProcessGroupCollectives
 
-__all__ = [
-    "agree_on_plan",
-    "agree_on_weights",
-    "check_can_split",
-    "ended_by_failures",
-    "of_rank",
-    "open_nccl",
-    "share_of_memory",
-    "spawn_group",
-    "with_collectives",
-]
-
 
 def open_nccl(
     group: RankGroup, device: torch.device, limit_seconds: float

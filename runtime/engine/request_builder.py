@@ -37,8 +37,6 @@ from ..structured.compiler import GrammarCompiler
 from ..structured.matcher import ListMatcher, TokenLists, word_tokens
 from ..structured_output import StructuredOutput
 
-__all__ = ["RequestBuilder", "Prompt"]
-
 Prompt = str | Sequence[int] | np.ndarray | torch.Tensor | PromptEmbeds | ChatPrompt
 """Text, token ids (see `plain_token_ids` for the types), `PromptEmbeds`, or a conversation."""
 

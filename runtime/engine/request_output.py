@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from ...profiling.stats import RequestTiming
 from ..request import FinishReason, Request, RequestGroup, RequestStatus, TokenLogprobs
 
-__all__ = ["CompletionOutput", "OutputDelta", "RequestOutput"]
-
 _FINISHED = RequestStatus.FINISHED
 
 

@@ -51,8 +51,6 @@ from ..sampling.samplers import SAMPLERS
 from ..sampling.sampling_state import SamplingState
 from ..sampling_params import SamplingParams
 
-__all__ = ["check_kernels", "dependent_launch_failure", "sampler_failure"]
-
 logger = logging.getLogger("stepgraph.runtime")
 
 

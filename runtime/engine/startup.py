@@ -105,21 +105,6 @@ from .self_test import check_kernels
 if TYPE_CHECKING:
     from ..kernels.triton.precompile import CompiledKernels
 
-__all__ = [
-    "RESERVE_BYTES",
-    "EngineParts",
-    "calibrated_speculator",
-    "calibrated_step_budget",
-    "find_engine_drafter",
-    "make_loop",
-    "open_replacement",
-    "overwriting",
-    "plan_engine",
-    "planned_kernels",
-    "start",
-]
-
-
 logger = logging.getLogger("stepgraph.runtime")
 
 # Costs on this device, measured with the prepared steps of an engine without requests.

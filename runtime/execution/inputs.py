@@ -36,22 +36,6 @@ from ..sampling.sampling_state import SamplingState
 from ..scheduling.plan import RowSpan, TableUpdate
 from .step_key import MOST_VERIFIED_TOKENS, most_table_updates
 
-__all__ = [
-    "DraftInputs",
-    "EmbedInputs",
-    "InputWriter",
-    "MaskState",
-    "PrefillChunk",
-    "RowState",
-    "StepInputs",
-    "input_layouts",
-    "write_decode_rows",
-    "write_drafts",
-    "write_embeds",
-    "write_prefill",
-]
-
-
 # Device tensors of steps with token masks; `kernels/ops/token_masks.py` applies the masks.
 
 

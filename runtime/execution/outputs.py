@@ -27,21 +27,6 @@ from .step_functions import on_device
 from .step_key import PlannedPart, StepKey, StepOutput
 from .token_masks import GrammarEnd
 
-__all__ = [
-    "HostOutputs",
-    "LaunchedStep",
-    "OutputEvents",
-    "PromptScorer",
-    "Sampled",
-    "Score",
-    "current_stream",
-    "prompt_scores",
-    "proposed_drafts",
-    "report_token_ids",
-    "sampled_tokens",
-    "slice_tokens",
-]
-
 Phase = Literal["decode", "prefill", "sample", "scores"]
 
 OUTPUT_SETS = 2

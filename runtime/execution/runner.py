@@ -52,15 +52,6 @@ from .token_masks import TokenMasks
 if TYPE_CHECKING:
     from ..kernels.triton.precompile import CompiledKernels
 
-__all__ = [
-    "BlockCopies",
-    "DrafterCache",
-    "RankPlan",
-    "Runner",
-    "follow",
-    "new_blocks",
-]
-
 BlockCopy = Literal["within", "to_host", "from_host"]
 
 P = ParamSpec("P")

@@ -27,8 +27,6 @@ from .inputs import Int64Array, PrefillChunk, RowState, StepInputs, write_decode
 from .step_functions import StepFunctions
 from .step_key import StepKey, StepSizes
 
-__all__ = ["SampleCase", "SampleSteps", "sample_cases", "sample_config", "sample_weights"]
-
 _SHORT = 100
 """Maximum cached tokens of each row except the longest."""
 _POOL = 262_147

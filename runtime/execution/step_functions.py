@@ -65,9 +65,6 @@ from .inputs import DraftInputs, EmbedInputs, MaskState, RowState, StepInputs
 from .step_key import StepKey, StepOutput
 from .token_masks import TokenMasks
 
-__all__ = ["DraftStep", "StepFunctions", "batch_of_slots", "compile_settings", "on_device"]
-
-
 # Where the tokens of a step read and write, from the state of their rows.
 
 
@@ -389,7 +386,6 @@ class Forward(NamedTuple):
 
 
 _NO_TOKEN = -2
-
 """Differs from every token, and from `NON_FINITE`."""
 
 

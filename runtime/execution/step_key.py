@@ -15,15 +15,6 @@ from ..models.resolved_config import ResolvedConfig
 from ..request import Request
 from ..sampling.reference_sampler import SampleOutput
 
-__all__ = [
-    "MOST_VERIFIED_TOKENS",
-    "PlannedPart",
-    "StepKey",
-    "StepOutput",
-    "StepSizes",
-    "most_table_updates",
-]
-
 Phase = Literal["decode", "prefill", "sample"]
 
 

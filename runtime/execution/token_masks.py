@@ -22,20 +22,15 @@ from ..request import Request, RequestStatus
 from ..scheduling.plan import StepPlan
 from .inputs import MaskState
 
-__all__ = ["GrammarEnd", "TokenMasks"]
-
-
 GrammarEnd: TypeAlias = tuple[Request, StructuredOutputError | None]
 """A request that ends before its next token: with an error, or None if its grammar is complete."""
 
 
 STEP_SECONDS: Final = 0.05
-
 """Processor time of all masks of a step, for which every request of the step waits. A request may
 be the cause of as much again over all of its steps, before it is ended."""
 
 FREE_SECONDS: Final = 0.001
-
 """Processor time of a mask that is not counted: many rows may have grammars that are not slow."""
 
 

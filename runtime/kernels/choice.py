@@ -13,8 +13,6 @@ from .ops.collectives import Collectives
 from .result_check import Fallback
 from .weights import MODEL, WeightStorage
 
-__all__ = ["Kernels", "SamplerName"]
-
 SamplerName = Literal["torch", "cpu", "triton"]
 
 

@@ -17,18 +17,6 @@ from torch import Tensor
 
 from ..errors import KernelSelfTestError
 
-__all__ = [
-    "DEPENDENT_LAUNCH",
-    "Fallback",
-    "brief",
-    "disagreement",
-    "relative_error",
-    "require_usable_device",
-    "tolerance",
-    "warn",
-    "warn_of_fallbacks",
-]
-
 logger = logging.getLogger("stepgraph.runtime")
 
 _EPSILONS = 4

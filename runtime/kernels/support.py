@@ -15,15 +15,6 @@ from .ops.stack import stack_obstacle
 from .triton.fusion import fusion_obstacle
 from .weights import FP8, WeightStorage
 
-__all__ = [
-    "Gap",
-    "KernelChoice",
-    "have_triton",
-    "kernels_for",
-    "native_gaps",
-    "native_obstacle",
-]
-
 KernelChoice = Literal["native", "torch"]
 """`native`: the C++ operators on a CPU, the Triton kernels on CUDA. `torch`: plain PyTorch around
 the paged attention operation."""

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from jinja2.parser import Parser
     from jinja2.runtime import Context
 
-__all__ = ["ChatPrompt", "ChatTemplates", "Message", "chat_prompts", "is_batch"]
-
 
 def _sandbox() -> Environment:
     """Return the environment of transformers' chat templates, jinja2's immutable sandbox.

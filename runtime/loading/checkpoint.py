@@ -34,21 +34,6 @@ from .checkpoint_files import (
     refuse_other_formats,
 )
 
-__all__ = [
-    "CONFIG_BYTES",
-    "CheckpointReader",
-    "INDEX_FILE",
-    "SINGLE_FILE",
-    "TensorHeader",
-    "check_dtypes",
-    "check_layout",
-    "check_tensors",
-    "check_tied_head",
-    "read_config",
-    "read_sampling_defaults",
-]
-
-
 # Reads the sampling defaults of a model from its `generation_config.json`.
 
 logger = logging.getLogger("stepgraph.runtime")

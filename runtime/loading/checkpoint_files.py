@@ -18,15 +18,6 @@ from typing import Any, NamedTuple
 from ..bounded_repr import bounded_repr, bounded_text
 from ..errors import CheckpointError
 
-__all__ = [
-    "has_file",
-    "no_checkpoint",
-    "no_weights",
-    "quantised_by",
-    "read_json_object",
-    "refuse_other_formats",
-]
-
 
 def has_file(path: Path) -> bool:
     """Return whether `path` is a regular file; False if it does not exist.

@@ -48,9 +48,6 @@ from .loader import (
 )
 from .tokenizer import read_tokenizer
 
-__all__ = ["find_drafter", "load_drafter", "new_drafter"]
-
-
 # Finds the checkpoint of a drafter and checks that it fits its target.
 
 _TOKENIZER = "tokenizer.json"

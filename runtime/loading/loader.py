@@ -38,22 +38,6 @@ from .checkpoint import (
 from .checkpoint_files import no_checkpoint
 from .tokenizer import TextTokenizer, load_tokenizer
 
-__all__ = [
-    "CheckpointReader",
-    "OpenedSource",
-    "PRESET_PREFIX",
-    "Source",
-    "check_source",
-    "find_directory",
-    "fused_layout",
-    "iter_weights",
-    "open_source",
-    "random_weights",
-    "read_config",
-    "read_parameters",
-    "resolve_source",
-]
-
 logger = logging.getLogger("stepgraph.runtime")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 PRESET_PREFIX = "preset:"

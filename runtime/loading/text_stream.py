@@ -24,17 +24,6 @@ from tokenizers import Tokenizer
 
 from ..errors import RequestError
 
-__all__ = [
-    "BYTE_OF_CHAR",
-    "BYTE_OF_FALLBACK_TOKEN",
-    "Pieces",
-    "TextStream",
-    "is_streamable",
-    "stages",
-    "tokenizer_errors",
-]
-
-
 # The bytes that each token of a tokenizer adds to a text, and the parts of `tokenizer.json`.
 
 

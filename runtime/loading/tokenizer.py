@@ -28,9 +28,6 @@ from .text_stream import (
     tokenizer_errors,
 )
 
-__all__ = ["TextTokenizer", "load_tokenizer", "read_tokenizer"]
-
-
 # Reads `tokenizer_config.json` and chat templates, which `tokenizer.json` does not contain.
 
 SPECIAL_TOKENS = [f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]

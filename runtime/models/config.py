@@ -329,7 +329,6 @@ def _read_layer_types(
 # Reads the keys of a `config.json` that describe mixtures of experts.
 
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
-
 """Keys that transformers treats as one."""
 
 _ROUTING: dict[str, tuple[type[Any], Any]] = {

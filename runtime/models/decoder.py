@@ -43,16 +43,6 @@ from .plan import model_plan, rope_kinds
 from .rope import inverse_frequencies, pair_amplitudes, pair_exponents
 from .sharding import ShardedVocabulary
 
-__all__ = [
-    "Decoder",
-    "FrequenciesByLength",
-    "Layer",
-    "LayerStack",
-    "layer_places",
-    "rope_lengths",
-]
-
-
 # Rotary positions whose frequencies depend on the length of the sequence.
 #
 # `longrope` has one factor of each pair's frequency within the context of the first training and

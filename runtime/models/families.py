@@ -16,27 +16,6 @@ from ..bounded_repr import bounded_repr, bounded_text
 from ..errors import CheckpointError, ConfigError
 from ..kernels.ops.experts import Routing, Scores
 
-__all__ = [
-    "ExpertLayout",
-    "ExpertTraits",
-    "ExpertsConfig",
-    "CONFIG_KEYS",
-    "FAMILIES",
-    "Family",
-    "Json",
-    "LAYER_TYPES",
-    "LayerType",
-    "MOST_SIZE",
-    "MULTIPLIERS",
-    "MtpLayout",
-    "Number",
-    "Size",
-    "family_of",
-    "read_field",
-    "read_optional",
-]
-
-
 # Ranges of the numbers that describe a model: wide enough for any real one, and finite.
 
 MOST_SIZE = 2**31 - 1

@@ -422,7 +422,6 @@ def _gate_up_rows(routed: int, width: int, layout: ExpertLayout) -> Iterator[Exp
 # Multi-head latent attention as operations.
 
 _LATENT_NORM_EPS = 1e-6
-
 """Epsilon of the norms inside latent attention, independent of the config."""
 
 

@@ -7,9 +7,6 @@ from typing import Any
 from ..errors import ConfigError
 from .config import ExpertsConfig, LatentConfig, LayerType, ModelConfig, Rope, RopeScaling
 
-__all__ = ["PRESETS", "preset"]
-
-
 _SHAPE = (
     *("model_type", "num_layers", "hidden_size", "intermediate_size"),
     *("num_heads", "num_kv_heads", "head_dim"),

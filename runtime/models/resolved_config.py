@@ -28,11 +28,6 @@ from ..kernels.weights import FP8, MODEL, STORAGES, WeightStorage
 from .config import DecoderConfig, ModelConfig
 from .plan import plan_of
 
-__all__ = [
-    *("ResolvedConfig", "check_batch_invariant", "resolve_device", "resolve_kernels"),
-    "resolve_masks",
-]
-
 MAX_PREFILL_ROWS = 8
 """A prefill step computes logits for this many rows, used or not."""
 

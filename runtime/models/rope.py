@@ -11,17 +11,6 @@ import torch
 from ..arguments import Range, check_fields
 from ..errors import ConfigError
 
-__all__ = [
-    "UNROTATED",
-    "UNSCALED",
-    "Rope",
-    "RopeScaling",
-    "RopeType",
-    "inverse_frequencies",
-    "pair_amplitudes",
-    "pair_exponents",
-]
-
 RopeType = Literal["default", "linear", "llama3", "yarn", "longrope", "dynamic"]
 
 Factor = Annotated[float, Range(1e-9, 1e9)]

@@ -23,8 +23,6 @@ from ..kernels.ops.layer_plan import LayerPlan, ModelPlan, Shard
 from ..kernels.ops.operation import Operation, Rank, ShardedLayer
 from ..kernels.ops.parameter import cut
 
-__all__ = ["ShardedVocabulary", "allowed_ranks", "check_ranks", "shard_plan"]
-
 _MOST_RANKS = 64
 
 

@@ -14,8 +14,6 @@ from typing import Any
 from . import __version__
 from .profiling.command_line import INTERRUPTED, CommandParser
 
-__all__ = ["main"]
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status.

@@ -40,15 +40,6 @@ from .sampling_state import (
     SamplingState,
 )
 
-__all__ = [
-    "SampleOutput",
-    "drafted_lanes",
-    "sample_drafted",
-    "sample_full",
-    "sample_greedy",
-    "sample_lanes",
-]
-
 
 @dataclass(frozen=True)
 class SampleOutput:

@@ -21,8 +21,6 @@ from .reference_sampler import (
 )
 from .sampling_state import SamplingState
 
-__all__ = ["SAMPLERS", "Sampler", "fused_sampler", "torch_sampler", "triton_sampler"]
-
 
 def _torch_greedy(logits_BV: torch.Tensor, masks: None = None) -> torch.Tensor:
     return sample_greedy(logits_BV)

@@ -13,15 +13,6 @@ import torch
 from ..errors import RequestError
 from ..sampling_params import MAX_LOGIT_BIAS_ENTRIES, SamplingParams
 
-__all__ = [
-    "COUNT_MASK",
-    "MAX_ROW_STOP_IDS",
-    "NUM_INTEGERS",
-    "NUM_REALS",
-    "RowParameters",
-    "SamplingState",
-]
-
 MAX_ROW_STOP_IDS = 32
 """Stop ids that `min_tokens` can forbid in a row: the request's own and the model's."""
 

@@ -9,8 +9,6 @@ from typing import NamedTuple
 from ...cache.kv_cache import Admitted
 from ..request import Request
 
-__all__ = ["Admission", "Preemption", "Proposed", "RowSpan", "StepPlan", "TableUpdate"]
-
 
 class TableUpdate(NamedTuple):
     """Write `block` into column `column` of a row's block table in a layer group."""

@@ -35,8 +35,6 @@ from ..rope_lengths import RopeLengths
 from .plan import Admission, Preemption, RowSpan, StepPlan, TableUpdate
 from .step_budget import StepBudget
 
-__all__ = ["Scheduler"]
-
 order_of = attrgetter("order")
 
 

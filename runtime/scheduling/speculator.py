@@ -37,17 +37,6 @@ from ..speculation.request_drafter import (
 )
 from .plan import Proposed, RowSpan, StepPlan
 
-__all__ = [
-    "BatchCosts",
-    "DrafterSpeculator",
-    "LARGEST_ERROR",
-    "LookupSpeculator",
-    "Speculator",
-    "VerifyCosts",
-    "with_grammar",
-]
-
-
 # Drafts of an output that follows a grammar. No torch.
 
 
@@ -84,39 +73,31 @@ def with_grammar(request: Request, guess: Guess, most: int) -> Guess:
 # The drafts that are worth most come first, and the step has as many of them as maximise the gain.
 
 LEAST_GAIN = math.log(1.1)
-
 """Expected gains up to this one are not worth the risk."""
 
 LEAST_CHANCE = 0.05
-
 """Drafts that are less likely to be accepted are not verified."""
 
 LEARNING_RATE = 0.1
-
 """Share of an error by which the time of the kind of verify step that was run is corrected."""
 
 COMMON_RATE = 0.05
-
 """Share of an error by which the times of all verify steps of so many rows are corrected, at least:
 longer contexts slow them down by another factor than decode steps. The first errors count more,
 since what the host does for a verify step was not measured at the start."""
 
 LARGEST_ERROR = 0.75
-
 """Errors are clipped to this multiple of the expected time: steps that other processes disturb
 count little."""
 
 FADING = 5e-4
-
 """Share by which each step lowers the times of other verify steps, never below that of a decode
 step: one that was taken for too slow is tried again."""
 
 DECODE_RATE = 0.3
-
 """Share of an error by which the time of a decode step is corrected: few of them are timed."""
 
 UNTIMED = 16
-
 """Of decode steps that pay for drafts, one of this many is timed."""
 
 
@@ -341,16 +322,13 @@ class BatchCosts:
 # some. While it is overdrawn none does. All steps add a small share of their time.
 
 FIRST_TIMED, TIMED_AFTER, TIMED_STEPS = 8, 128, 4
-
 """Steps that draft after which some decode steps are run, at first and later, so that their time
 remains known; and how many. The first of them does not count: it finds the caches cold."""
 
 LOOKUP_PRICE = 2.0
-
 """What a second of looking for drafts costs: so half of what drafts gain may be spent on it."""
 
 LARGEST_DELAY = 0.5
-
 """Decode steps that a lookup takes, at most: what takes longer is a disturbance by other
 processes."""
 
@@ -555,16 +533,13 @@ class Speculator(ABC):
 # the probabilities that the drafter gave them.
 
 PROBE = 2.0
-
 """Credit at which a pause ends."""
 
 PAUSED_TIME = 0.7
-
 """Decode steps that a draft after a prompt must be worth while the drafter is paused: it was judged
 on other text."""
 
 MOST_DRAFTER_DEFICIT = 8.0
-
 """How far below zero the credit may fall, in decode steps, before a paused drafter no longer
 proposes after prompts."""
 
@@ -712,15 +687,12 @@ class DrafterSpeculator(Speculator):
 # them, which is not charged.
 
 INDEXED_PER_STEP = 512
-
 """Tokens that are indexed between two steps, of all rows: about a quarter of a millisecond."""
 
 FEW_TOKENS = 32
-
 """Rows with no more new tokens are indexed at once: any step adds fewer."""
 
 NEW_CREDIT = 0.5
-
 """The least credit of a batch of other requests: their text may be easier to predict."""
 
 

@@ -18,16 +18,6 @@ from ...graphs.buckets import Buckets
 from ..request import Request
 from .plan import StepPlan
 
-__all__ = [
-    "LARGEST_ERROR",
-    "PhaseCosts",
-    "StepBudget",
-    "StepCosts",
-    "TimeStep",
-    "calibrate",
-]
-
-
 # Predicts step times, and corrects them with measured ones. Does not import torch.
 #
 #     step = decode[rows' bucket] + decode slope * attended  +  prefill[tokens' bucket] + ...
@@ -43,25 +33,20 @@ __all__ = [
 # stalled step changes little.
 
 GAIN_LATE = 0.2
-
 """Learning rate after a step that took longer than predicted: share of the error by which the
 prediction for the same step changes."""
 
 GAIN_EARLY = 0.05
-
 """Learning rate after a step that took less time. It is smaller, because a slow step exceeds the
 budget and a fast one only costs throughput: the prediction is the 0.8 expectile, not the mean."""
 
 LARGEST_ERROR = 0.5
-
 """Errors are clipped to this multiple of the predicted time of the updated part."""
 
 RETURN = 0.02
-
 """Share by which every other bucket moves toward the value that the current step implies."""
 
 ROUNDS = 5
-
 """Measurements of each bucket, interleaved with the others."""
 
 LEAST_SECONDS = 1e-9
@@ -69,7 +54,6 @@ LEAST_SECONDS = 1e-9
 Phase = Literal["decode", "prefill"]
 
 TimeStep = Callable[[Phase, int, int], float]
-
 """(phase, bucket, positions before its tokens) -> seconds of one such step."""
 
 
@@ -229,17 +213,14 @@ def calibrate(
 
 
 SUM_EVERY = 16
-
 """Steps with the same rows between two sums of attended positions. Summing takes a call per row,
 and a step advances a row by only one position."""
 
 SHARE_AFTER = 16
-
 """Consecutive mixed steps (prefill and decode) after which an error is also attributed to the
 decode part."""
 
 SCORE_RATE = 0.5
-
 """Share of a step's error by which the cost of scoring a prompt token is corrected."""
 
 logger = logging.getLogger("stepgraph.runtime")

@@ -27,8 +27,6 @@ from ..request import AbortReason
 from .request_handle import HandleState, RequestHandle, wake
 from .service_config import ServiceConfig
 
-__all__ = ["AdmissionQueue", "Dispatcher", "QueueLimits"]
-
 OUTPUT_WEIGHT = 2
 """Service of an output token, in prompt tokens; the ratio of the paper's evaluation."""
 

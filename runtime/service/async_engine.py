@@ -49,8 +49,6 @@ from .request_handle import (
 from .service_config import ServiceConfig
 from .step_thread import StepThread
 
-__all__ = ["AsyncEngine", "RequestOptions"]
-
 T = TypeVar("T")
 
 INLINE_TOKENS = 1024

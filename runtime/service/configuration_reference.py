@@ -16,8 +16,6 @@ from ..config import EngineConfig, Speculation
 from ..sampling_params import SamplingParams
 from .service_config import ServiceConfig
 
-__all__ = ["reference"]
-
 CONFIGURED: tuple[type, ...] = (EngineConfig, Speculation, SamplingParams, ServiceConfig)
 _WIDTH = 110
 _PREAMBLE = """\

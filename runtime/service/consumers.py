@@ -15,8 +15,6 @@ from ..errors import EngineBusyError, EngineClosedError
 from .request_handle import Delta, HandleState, Listener, RequestHandle, RequestRecord
 from .step_thread import StepThread
 
-__all__ = ["AsyncStream", "CallbackThread"]
-
 logger = logging.getLogger("stepgraph.runtime")
 
 

@@ -12,8 +12,6 @@ from typing import NamedTuple
 from ...profiling.timeline import Timeline
 from ..engine.engine_stats import EngineCounters, EngineGauges
 
-__all__ = ["Health", "Phase", "ReloadResult", "ServiceSnapshot"]
-
 
 class Phase(enum.Enum):
     """What an `AsyncEngine` is doing."""

@@ -33,8 +33,6 @@ except ModuleNotFoundError as error:
         'metrics need prometheus-client: pip install "stepgraph[server]"', name=error.name
     ) from error
 
-__all__ = ["METRICS", "EngineMetrics", "Metric"]
-
 PREFIX: Final = "stepgraph:"
 VLLM_PREFIX: Final = "vllm:"
 

@@ -34,12 +34,6 @@ from ..sampling_params import SamplingParams
 if TYPE_CHECKING:  # it needs torch
     from ..engine.request_output import RequestOutput
 
-__all__ = [
-    *("Delta", "HandleState", "Listener", "Outcome", "RequestHandle", "RequestOptions"),
-    *("RequestRecord", "make_handle", "nanoseconds", "wake"),
-]
-
-
 MAX_SECONDS = 1e9
 MAX_TENANT_CHARS = 256
 

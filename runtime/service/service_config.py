@@ -9,8 +9,6 @@ from typing import Annotated, Literal
 from ..arguments import Range, check_fields
 from ..errors import ConfigError
 
-__all__ = ["ServiceConfig"]
-
 Count = Annotated[int, Range(1, 1 << 40)]
 Seconds = Annotated[float, Range(0, 1e9, above=True)]
 

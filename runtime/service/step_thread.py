@@ -44,8 +44,6 @@ from .health import Health, Phase, ReloadResult
 from .request_handle import RequestHandle
 from .service_config import ServiceConfig
 
-__all__ = ["StepThread"]
-
 logger = logging.getLogger("stepgraph.runtime")
 
 HOW_TO_START = (

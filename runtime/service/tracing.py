@@ -15,8 +15,6 @@ from .request_handle import RequestRecord
 if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider
 
-__all__ = ["trace_requests"]
-
 Attribute = str | int | float | list[str]
 
 

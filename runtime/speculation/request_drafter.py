@@ -11,28 +11,6 @@ from typing import NamedTuple
 
 from ..config import MAX_DRAFTS
 
-__all__ = [
-    "AHEAD",
-    "Acceptance",
-    "Draft",
-    "Guess",
-    "LOOKUP_RATES",
-    "MAX_CANDIDATES",
-    "MAX_INDEXED_TOKENS",
-    "MAX_MATCH",
-    "MAX_SALTS",
-    "MAX_SHARED_TOKENS",
-    "NOTHING",
-    "POSITION_RATES",
-    "PROBABILITY_RATES",
-    "RequestDrafter",
-    "RowDrafts",
-    "SharedOutputs",
-    "SuffixIndex",
-    "probability_class",
-]
-
-
 # Finds what followed earlier occurrences of the newest tokens of a sequence. No torch.
 #
 # The index maps each n-gram to the position after its latest occurrence, and each such position to
@@ -48,15 +26,12 @@ __all__ = [
 # sequence continues with the drafts themselves, so that a loop is drafted to any length.
 
 MAX_MATCH = 32
-
 """Longer matches count as this long."""
 
 MAX_CANDIDATES = 8
-
 """Occurrences that a lookup compares, the latest ones."""
 
 _NONE = 0
-
 """No position follows an n-gram at 0."""
 
 
@@ -194,11 +169,9 @@ class SuffixIndex:
 # measuring, at the cost of a comparison.
 
 AHEAD = 2
-
 """Times as many drafts are proposed as a step verifies, so that searches can be left out."""
 
 _LONGEST = (3, 5, 8, 16)
-
 """Tokens of the longest match of each class; longer matches are the last class."""
 
 _CLASS_OF = tuple(
@@ -208,20 +181,16 @@ _CLASS_OF = tuple(
 """Class by length of match: even where occurrences differ, the next odd number where they agree."""
 
 LOOKUP_RATES = (0.1, 0.15, 0.15, 0.3, 0.3, 0.5, 0.4, 0.7, 0.5, 0.85)
-
 """Acceptance of drafts of the host that is assumed for each of `Draft.kinds` at first."""
 
 PROBABILITY_RATES = (0.05, 0.15, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75, 0.85, 0.95)
-
 """For each `probability_class` of a draft of the device: a drafter is assumed to know how often it
 is right."""
 
 POSITION_RATES = (0.6,) * MAX_DRAFTS
-
 """For each number of a draft that is verified before the host has read its probability."""
 
 _FIRST_WEIGHT = 4.0
-
 """Drafts that an assumed rate counts as, and the rate of all rows in that of a row."""
 
 
@@ -342,15 +311,12 @@ class RowDrafts:
 # searches much.
 
 MAX_SALTS = 64
-
 """Salts with indexes; those that were used last."""
 
 MAX_SHARED_TOKENS = 1 << 14
-
 """Tokens of each of the two indexes of a salt. An output of more counts with its last ones."""
 
 MAX_WAITING_TOKENS = 1 << 17
-
 """Tokens of outputs that wait to be indexed; the oldest of more are dropped."""
 
 _SEPARATOR = -1
@@ -418,7 +384,6 @@ class SharedOutputs:
 
 
 MAX_INDEXED_TOKENS = 1 << 17
-
 """Tokens of a request that are indexed, then indexing starts over; of a long prompt the last half
 of so many."""
 

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
     from llguidance._tokenizer import TokenizerWrapper
 
-__all__ = ["MAX_COMPILATIONS", "GrammarCompiler", "check_installed"]
-
 logger = logging.getLogger("stepgraph.runtime")
 
 MAX_COMPILATIONS: Final = 4

@@ -30,8 +30,6 @@ from typing import Any, Final, TypeGuard
 
 from ..bounded_repr import bounded_repr, bounded_text
 
-__all__ = ["grammar_text", "prepared_schema"]
-
 COMPACT: Final[dict[str, Any]] = {
     "whitespace_flexible": False,
     "item_separator": ", ?",

@@ -18,9 +18,6 @@ from ..request import OutputMatcher, Request
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-__all__ = ["ListMatcher", "MASK_SECONDS", "TokenLists", "TokenMatcher", "word_tokens"]
-
-
 # Restricts outputs by lists of tokens and words: `allowed_token_ids` and `bad_words`.
 
 _ANCHOR = "\n"

@@ -13,9 +13,6 @@ from ..arguments import Allowed, allowed_values, described_fields
 from ..config import EngineConfig, Speculation
 from ..errors import ConfigError
 
-__all__ = ["BYTES", "DTYPES", "STORED_DTYPES", "add_config_flags", "config_of", "flag_settings"]
-__all__ += ["flag_type", "integer", "parse_bytes", "speculation_spec"]
-
 Config = TypeVar("Config")
 
 DTYPES = allowed_values(EngineConfig)["dtype"].choices

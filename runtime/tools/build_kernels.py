@@ -13,8 +13,6 @@ from pathlib import Path
 
 from ..errors import KernelBuildError
 
-__all__ = ["main"]
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the path of each library; return 0, or 1 if a library could not be built."""

@@ -57,9 +57,6 @@ from ..models.resolved_config import ResolvedConfig
 from .arguments import add_config_flags, config_of, integer
 from .memory_report import resolve_absent
 
-__all__ = ["CompiledKernel", "RecordedStep", "SHARED_MEMORY_LIMIT", "compile_kernel_calls"]
-__all__ += ["record_steps"]
-
 SHARED_MEMORY_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 """Compute capability -> maximum bytes of shared memory per program. Source: CUDA Programming
 Guide, "Technical Specifications per Compute Capability"."""

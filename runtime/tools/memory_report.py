@@ -32,8 +32,6 @@ from ..models.resolved_config import (
     resolve_masks,
 )
 
-__all__ = ["describe_experts", "describe_stored", "explain_memory", "num_rows", "resolve_absent"]
-
 _CONTEXTS = (1024, 8192)
 """Context length for which the number of rows is reported, in addition to the model's own."""
 

@@ -38,9 +38,6 @@ from ..models.resolved_config import ResolvedConfig
 from ..models.sharding import shard_plan
 from .memory_report import describe_experts, describe_stored, num_rows
 
-__all__ = ["StepBytes", "StoredSizes", "decode_operation_costs", "explain_step", "floor_bytes"]
-__all__ += ["operation_costs", "resolve_fused", "step_bytes", "stored_sizes"]
-
 _FLOAT32 = 4
 
 

@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from ..kernels.triton.linear import LinearConfig
     from ..kernels.triton.tuning import Tuned, TuningKey
 
-__all__ = ["Timer", "main", "time_captured", "tune"]
-
 logger = logging.getLogger("stepgraph.runtime")
 
 LAYERS = 4

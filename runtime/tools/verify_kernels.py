@@ -53,8 +53,6 @@ from ..models.resolved_config import ResolvedConfig
 from .arguments import integer
 from .step_costs import resolve_fused
 
-__all__ = ["TOLERANCE", "Verified", "check_operations", "main"]
-
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-4}
 """||result - reference|| / ||reference|| that a kernel may have."""
 

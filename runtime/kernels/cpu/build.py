@@ -38,18 +38,6 @@ from ...errors import KernelBuildError
 from ..result_check import warn
 from .features import cpu_features, features_of_macros
 
-__all__ = [
-    "KERNEL_DIR",
-    "KernelLibrary",
-    "build_cpu_ops",
-    "build_kernels",
-    "cache_directory",
-    "cpu_kernels_obstacle",
-    "find_libraries",
-    "have_compiler",
-    "load_cpu_ops",
-]
-
 logger = logging.getLogger("stepgraph.runtime")
 
 KERNEL_DIR = "STEPGRAPH_KERNEL_DIR"

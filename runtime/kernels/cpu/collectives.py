@@ -14,8 +14,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["LINE_BYTES", "all_reduce", "gather_columns", "region_bytes"]
-
 LINE_BYTES = 128
 """`Communicator::kAlignment`: of a rank's line, and what parts are rounded up to."""
 

@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import torch
 
-__all__: list[str] = []
-
-
 # All that an EAGLE-3 head computes in a step: `count` drafts of each row, int64 `[B, count]`, and
 # their probabilities, float32 `[B, count]`.
 #

@@ -8,8 +8,6 @@ import platform
 import re
 from pathlib import Path
 
-__all__ = ["cpu_features", "features_of_macros", "parse_cpuinfo"]
-
 _CPUINFO = Path("/proc/cpuinfo")
 _X86_NAME = re.compile(r"(sse|ssse|avx|fma|f16c|bmi|lzcnt|popcnt|movbe|adx|gfni|amx|apx)\w*")
 _X86_FLAGS = {"pni": "sse3", "abm": "lzcnt", "bmi1": "bmi"}

@@ -11,9 +11,6 @@ from torch import Tensor
 
 from ..ops.token_masks import LaneMasks
 
-__all__ = ["cap_logits", "reference_cap_logits", "reference_rotations", "rotations"]
-
-
 # Small operations of a step as operators of a CPU.
 #
 # PyTorch would run them on its own threads, which then spin for milliseconds and keep the pool's

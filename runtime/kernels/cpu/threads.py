@@ -9,8 +9,6 @@ from pathlib import Path
 import psutil
 import torch
 
-__all__ = ["TorchThreads", "affine_cores", "limit_threads", "resolve_threads", "usable_cores"]
-
 _CGROUP = Path("/sys/fs/cgroup")
 _GROUPS = Path("/proc/self/cgroup")
 _TOPOLOGY = "/sys/devices/system/cpu/cpu{}/topology/{}"

@@ -12,8 +12,6 @@ from torch.nn import functional as F
 
 from .operation import Binding, Operation, Run, ShardedLayer, per_token
 
-__all__ = ["Activate", "ActivationName", "gated_activation"]
-
 ActivationName = Literal["silu", "gelu_tanh"]
 
 Gated = Callable[[Tensor, Tensor], Tensor]

@@ -33,17 +33,6 @@ from .kv_storage import write_blocks as write_side
 from .operation import Binding, LayerStep, Operation, Run, ShardedLayer, Vector, per_token
 from .parameter import Parameter, cut
 
-__all__ = [
-    "Attend",
-    "AttentionForm",
-    "AttentionTemperature",
-    "define_paged_attention",
-    "paged_attention",
-    "reference_attend",
-    "reference_paged_attention",
-    "tempered",
-]
-
 
 class AttentionForm(NamedTuple):
     """Parameters of a layer's attention other than tensors; constants of a compiled step."""

@@ -26,13 +26,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Feedback", "LayerPlace", "NON_FINITE", "RaggedBatch"]
-
-
 # Token feedback: a step writes its sampled tokens to the row state on the device.
 
 NON_FINITE = -1
-
 """Token that samplers return for logits with NaN or +inf, or with only -inf, before or after the
 sampling parameters are applied. The device continues with token 0, which is a valid index; the host
 ends the request."""

@@ -13,8 +13,6 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-__all__ = ["CollectiveFailure", "Collectives"]
-
 
 class CollectiveFailure(NamedTuple):
     """Why the operations of a rank gave up: what a rank did, or did not do."""

@@ -26,18 +26,6 @@ from .linear import Projection, reference_linear
 from .operation import Binding, LayerStep, Operation, Run, ShardedLayer, Vector
 from .parameter import Parameter, cut
 
-__all__ = [
-    "Experts",
-    "Routing",
-    "Scores",
-    "ExpertTensors",
-    "converted_bytes",
-    "reference_choice",
-    "reference_experts",
-    "reference_products",
-    "reference_route",
-]
-
 Scores = Literal["softmax", "sigmoid", "softmax_chosen"]
 
 _LEAST_SUM = 1e-20

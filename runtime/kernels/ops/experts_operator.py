@@ -18,8 +18,6 @@ from .experts import Experts, ExpertTensors, Routing, Scores, reference_experts
 from .norms import JoinNorms, Norm, QKNorm
 from .parameter import Parameter, Source
 
-__all__ = ["OperatorArguments", "define_experts", "opaque_experts", "packed_experts"]
-
 SCORES: tuple[Scores, ...] = ("softmax", "sigmoid", "softmax_chosen")
 """In the order of `Scores` in `csrc/routing.h`."""
 

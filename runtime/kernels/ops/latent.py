@@ -17,8 +17,6 @@ from .operation import Binding, LayerStep, Operation, Run, ShardedLayer, per_tok
 from .parameter import Parameter, cut_heads
 from .rotation import rotate
 
-__all__ = ["HeadProjection", "LatentQueries", "LatentToValues"]
-
 
 class HeadProjection(nn.Module):
     """Matrices of each head from the latent to keys and values: `[H, keys + values, R]`.

@@ -24,8 +24,6 @@ from .operation import (
 )
 from .parameter import Parameter, cut_heads
 
-__all__ = ["JoinNorms", "LayerNorm", "Norm", "QKNorm", "RMSNorm", "mean_square"]
-
 
 class RMSNorm(nn.Module):
     """Root-mean-square norm, accumulated in float32 (Zhang & Sennrich 2019).

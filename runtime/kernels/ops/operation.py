@@ -30,26 +30,6 @@ from .batch import LayerPlace, RaggedBatch
 from .collectives import Collectives
 from .parameter import Parameter, cut, zeros
 
-__all__ = [
-    "LAYER_INPUT",
-    "AllReduce",
-    "Binding",
-    "Known",
-    "LayerStep",
-    "Opaque",
-    "Operation",
-    "Rank",
-    "Residual",
-    "Run",
-    "ShardedLayer",
-    "Vector",
-    "collectives_of",
-    "on_part",
-    "per_token",
-    "unsupported",
-]
-
-
 LAYER_INPUT = "layer_input"
 """The name of the input of a layer, which operations can read."""
 

@@ -12,21 +12,6 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-__all__ = [
-    "Cut",
-    "ExpertRows",
-    "HeadRows",
-    "Narrowed",
-    "Parameter",
-    "Selection",
-    "Shape",
-    "Slice",
-    "Source",
-    "cut",
-    "cut_heads",
-    "zeros",
-]
-
 Shape = tuple[int, ...]
 
 

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from .operation import Binding, LayerStep, Operation, Run, ShardedLayer
 
-__all__ = ["Rotate", "rotate"]
-
 
 def rotate(x_TNE: Tensor, cos_TE: Tensor, sin_TE: Tensor, *, interleaved: bool = False) -> Tensor:
     """Rotate each vector of `x_TNE` `[tokens, heads, E]` by the angles of its token.

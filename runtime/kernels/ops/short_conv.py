@@ -23,8 +23,6 @@ from .kv_storage import write_blocks
 from .operation import Binding, LayerStep, Operation, Run, Vector
 from .parameter import Parameter
 
-__all__ = ["ShortConv", "reference_short_conv"]
-
 torch.library.define(
     "stepgraph::short_conv",
     "(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) arena, Tensor positions, Tensor slots,"

@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["MASK_BITS", "LaneMasks", "mask_logits"]
-
 MASK_BITS = 32
 """Tokens of a word of a mask: bit i % 32 of word i // 32 is set if token i may be sampled."""
 

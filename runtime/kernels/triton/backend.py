@@ -22,8 +22,6 @@ from .fusion import fusion_obstacle
 if TYPE_CHECKING:
     from .stack import Operations
 
-__all__ = ["gpu_kernels"]
-
 
 def gpu_kernels(
     weights: WeightStorage,

@@ -17,8 +17,6 @@ from .kernel_calls import call_kernel, let_dependents_start, wait_for_inputs
 from .linear import GpuLinear
 from .quantised import as_numbers, kernel_weight
 
-__all__ = ["Beginning", "Embedding", "Rotations", "begin_decode"]
-
 
 class Embedding(NamedTuple):
     """Rows of the embedding, as its layer stores them."""

@@ -64,14 +64,6 @@ from .store import (
     tempered,
 )
 
-__all__ = [
-    "decode_attention",
-    "decode_ready_attention",
-    "paged_attention_on_gpu",
-    "reference_decode_attention",
-    "triton_paged_attention",
-]
-
 _MOST_NEAR_BYTES = 16 << 20
 """Of the next weight that are brought near: a part of the cache (50 MiB) that is not yet read from
 when the next kernel needs it."""

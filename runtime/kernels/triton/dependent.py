@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-__all__ = ["dependent_launch", "is_dependent_launch_enabled"]
-
 _enabled: ContextVar[bool] = ContextVar("dependent launch", default=True)
 
 

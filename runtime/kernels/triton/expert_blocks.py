@@ -33,16 +33,6 @@ from .linear import GpuLinear, LinearConfig
 from .quantised import as_operand, kernel_weight
 from .rowwise import activate, activation_constants, scaled
 
-__all__ = [
-    "PairBlocks",
-    "block_rows",
-    "block_tiles",
-    "experts_by_block",
-    "num_blocks",
-    "product_of_rows_by_expert",
-    "sort_pairs",
-]
-
 _MOST_ROWS = 128
 """Pairs of a block at most."""
 _SCAN = 1024

@@ -23,8 +23,6 @@ from .kernel_calls import call_kernel, let_dependents_start, wait_for_inputs
 from .linear import FEW_ROWS, GpuLinear
 from .linear_kernels import RowSizes, tiled_product
 
-__all__ = ["Routed", "choose_experts", "reference_routing", "route", "router_logits"]
-
 _ROUTER_ROWS = 2
 """Rows of the router that a program multiplies a token by: 256 experts are 128 programs."""
 

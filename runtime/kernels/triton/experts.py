@@ -46,17 +46,6 @@ from .quantised import as_numbers, kernel_weight
 from .rowwise import activate, activation_constants, scaled
 from .tuning import Product, TuningKey, lookup, tuning_key
 
-__all__ = [
-    "ExpertSizes",
-    "candidate_tiles",
-    "default_tiles",
-    "expert_tiles",
-    "experts",
-    "experts_on_gpu",
-    "reference_experts_of_choice",
-    "triton_experts",
-]
-
 _IN_FLIGHT = 40 << 10
 """Bytes of weights that are on their way to a multiprocessor."""
 _RESIDENT = 5

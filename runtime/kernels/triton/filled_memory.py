@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["FilledMemory", "poison"]
-
 _aten = torch.ops.aten
 _UNINITIALISED = {
     _aten.empty.memory_format,

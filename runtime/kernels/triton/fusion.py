@@ -20,19 +20,6 @@ from ..ops.operation import AllReduce, Known, Operation, Residual, unsupported
 from ..ops.rotation import Rotate
 from .linear import FEW_ROWS
 
-__all__ = [
-    "Activation",
-    "Attention",
-    "Fused",
-    "Mixture",
-    "NormLinear",
-    "ResidualLinear",
-    "SUPPORTED",
-    "fuse",
-    "fusion_obstacle",
-    "runs_by_pair",
-]
-
 _EXPERTS = {"router_bias", "correction", "gate_up_bias", "down_bias", "shared", "scaled_inputs"}
 SUPPORTED: Known = {
     Norm: frozenset({"offset"}),

@@ -31,22 +31,6 @@ from torch import Tensor
 
 from .dependent import is_dependent_launch_enabled
 
-__all__ = [
-    "CAPABILITY",
-    "INTERPRETED",
-    "KernelCall",
-    "arrives_last",
-    "call_kernel",
-    "compute_capability",
-    "divert_kernel_calls",
-    "is_aligned",
-    "let_dependents_start",
-    "num_multiprocessors",
-    "prefetch",
-    "record_kernel_calls",
-    "wait_for_inputs",
-]
-
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether kernels run in the interpreter; read once, as Triton does."""
 MULTIPROCESSORS = 1 if INTERPRETED else 132

@@ -15,20 +15,6 @@ from torch import Tensor, nn
 from ..ops.linear import reference_linear as linear_of_weight
 from ..ops.norms import RMSNorm
 
-__all__ = [
-    "EXPERT_PRODUCTS",
-    "FEW_ROWS",
-    "GpuLinear",
-    "GpuNorm",
-    "LinearConfig",
-    "Pending",
-    "ROW_CLASSES",
-    "STORAGES",
-    "reference_linear",
-    "reference_norm",
-    "row_class",
-]
-
 ROW_CLASSES = (1, 2, 4)
 """Numbers of rows that kernels are compiled for; fewer rows run in the next larger class."""
 FEW_ROWS = ROW_CLASSES[-1]

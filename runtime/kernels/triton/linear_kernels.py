@@ -72,18 +72,6 @@ from .rowwise import (
 )
 from .tuning import Product, best_config
 
-__all__ = [
-    "RowSizes",
-    "gate_up",
-    "library_linear",
-    "linear_of_any_rows",
-    "linear_product",
-    "norm_linear",
-    "reference_product",
-    "residual_linear",
-    "tiled_product",
-]
-
 _STATISTICS = 8192
 """Elements of all rows that are summed up at a time for a norm."""
 

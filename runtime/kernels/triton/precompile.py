@@ -31,8 +31,6 @@ import triton
 from .filled_memory import FilledMemory
 from .kernel_calls import INTERPRETED, KernelCall, divert_kernel_calls
 
-__all__ = ["CompiledKernels", "compile_kernels"]
-
 logger = logging.getLogger("stepgraph.runtime")
 
 _MOST_THREADS = 8

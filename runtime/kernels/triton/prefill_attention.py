@@ -50,15 +50,6 @@ from .quantised import (
 )
 from .split_attention import first_seen, in_log2, load_sinks, padded
 
-__all__ = [
-    "PrefillTiling",
-    "SPLIT",
-    "any_tiling",
-    "prefill_attention",
-    "prefill_tiles",
-    "prefill_tiling",
-]
-
 _SCAN = 1024
 """Tokens that the kernel of tiles looks at together."""
 _MOST_PART_BYTES = 32 << 20

@@ -27,20 +27,6 @@ from ..weights.stored import FP8_BLOCK
 from .kernel_calls import compute_capability
 from .linear import STORAGES, GpuLinear
 
-__all__ = [
-    "CacheViews",
-    "as_numbers",
-    "as_operand",
-    "cache_views",
-    "fp8_is_native",
-    "kernel_weight",
-    "load_scales",
-    "load_vectors",
-    "scale_offset",
-    "store_vectors",
-    "vector_offset",
-]
-
 _NUMBERS = {"int8": torch.int8, "fp8": torch.uint8}
 
 

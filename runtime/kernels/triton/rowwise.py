@@ -16,21 +16,6 @@ from ..ops.activation import Activate, gated_activation
 from .kernel_calls import call_kernel, let_dependents_start, wait_for_inputs
 from .linear import GpuNorm, Pending, reference_norm
 
-__all__ = [
-    "activate",
-    "activate_rows",
-    "activation_constants",
-    "input_tile",
-    "load_tile",
-    "norm_arguments",
-    "norm_rows",
-    "normed",
-    "reference_activate_rows",
-    "reference_norm_rows",
-    "row_statistics",
-    "scaled",
-]
-
 _BLOCK = 4096
 """Features that a program has at a time."""
 

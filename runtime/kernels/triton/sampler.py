@@ -17,8 +17,6 @@ from ..ops.token_masks import MASK_BITS, LaneMasks
 from .kernel_calls import call_kernel, let_dependents_start, wait_for_inputs
 from .sampler_kernels import chunk_statistics, finish_rows, masked_chunk
 
-__all__ = ["full_rows", "greedy_rows"]
-
 _CHUNK = 1024
 """Tokens of a program that reads logits: 126 programs for one row of a vocabulary of 128k."""
 

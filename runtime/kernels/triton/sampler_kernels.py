@@ -31,8 +31,6 @@ import triton.language as tl
 from ..ops.batch import NON_FINITE
 from .kernel_calls import arrives_last, let_dependents_start, wait_for_inputs
 
-__all__ = ["chunk_statistics", "finish_rows", "masked_chunk"]
-
 _ONE = tl.constexpr(0x3F800000)  # the bit pattern of 1.0
 # The mass of a run in `_lower_bound` is at most this factor too much: sums of 128 weights are exact
 # to 1e-6, and their rounding is set against the largest weight, at least 1/128 of them.

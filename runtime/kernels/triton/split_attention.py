@@ -32,27 +32,6 @@ from .kernel_calls import (
 )
 from .quantised import load_scales, load_vectors, scale_offset, vector_offset
 
-__all__ = [
-    "MOST_SPLITS",
-    "NO_WINDOW",
-    "Partials",
-    "Tile",
-    "attend_run",
-    "choose_splits",
-    "choose_tile",
-    "combine_as_last",
-    "combine_splits",
-    "first_seen",
-    "in_log2",
-    "load_sinks",
-    "new_counters",
-    "new_partials",
-    "padded",
-    "split_tiles",
-    "store_partials",
-    "table_entries",
-]
-
 MOST_SPLITS = 32
 NO_WINDOW = 1 << 30
 """Tokens of the window of a layer that has none."""

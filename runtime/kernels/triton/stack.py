@@ -49,8 +49,6 @@ from .rowwise import activate_rows, norm_rows
 from .split_attention import choose_splits, new_counters, new_partials
 from .store import HeadRotation, rotate_and_store
 
-__all__ = ["GpuDecodeStep", "GpuStack", "Operations"]
-
 
 @dataclass(frozen=True, slots=True)
 class Operations:

@@ -27,17 +27,6 @@ from .linear import GpuNorm, reference_norm
 from .quantised import cache_views, store_vectors
 from .rowwise import normed
 
-__all__ = [
-    "HeadRotation",
-    "load_norm",
-    "normed_and_turned",
-    "reciprocal_of_heads",
-    "reference_rotated",
-    "rotate_and_store",
-    "store_keys_and_values",
-    "tempered",
-]
-
 _TILE = 2048
 """Elements of a program's heads: few enough that one warp, or four, keep them in registers."""
 _BLOCK = tl.constexpr(1024)

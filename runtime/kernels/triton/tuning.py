@@ -34,21 +34,6 @@ from ..cpu.build import cache_directory
 from .kernel_calls import compute_capability, num_multiprocessors
 from .linear import EXPERT_PRODUCTS, LinearConfig, row_class
 
-__all__ = [
-    "Product",
-    "Tuned",
-    "TuningKey",
-    "best_config",
-    "bounded_prefetch",
-    "candidate_configs",
-    "default_config",
-    "lookup",
-    "store",
-    "trial",
-    "tuning_file",
-    "tuning_key",
-]
-
 logger = logging.getLogger("stepgraph.runtime")
 
 VERSION = 6

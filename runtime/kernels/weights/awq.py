@@ -18,8 +18,6 @@ from torch import Tensor
 from ..ops.parameter import Shape
 from .checkpoint_format import CheckpointFormat
 
-__all__ = ["AWQ", "unpacked"]
-
 _SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)
 """Lowest bit of each of the 8 outputs of a word."""
 

@@ -14,8 +14,6 @@ from torch import Tensor
 from ...bounded_repr import bounded_repr
 from ..ops.parameter import Narrowed, Selection, Shape, Slice
 
-__all__ = ["CheckpointFormat"]
-
 
 class CheckpointFormat(ABC):
     """A format in which a checkpoint stores a weight as several tensors.

@@ -20,8 +20,6 @@ from ..ops.parameter import Shape
 from .awq import AWQ, unpacked
 from .checkpoint_format import CheckpointFormat
 
-__all__ = ["GPTQ", "ONES"]
-
 ONES = 0x11111111
 """1 in each 4 bits of a word. A zero point of 0 borrows from the next one."""
 

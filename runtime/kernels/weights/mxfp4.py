@@ -18,8 +18,6 @@ from torch import Tensor
 from ..ops.parameter import Shape
 from .checkpoint_format import CheckpointFormat
 
-__all__ = ["MXFP4"]
-
 _BLOCK_BYTES = 16
 _DOUBLED = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0)
 """Twice the magnitude of an element by its lower three bits; twice, so that half of the largest

@@ -21,8 +21,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["FP8", "FP8_BLOCK", "INT8", "MODEL", "WeightStorage", "dequantise"]
-
 FP8_BLOCK = 128
 """Consecutive inputs of a row that share a scale."""
 

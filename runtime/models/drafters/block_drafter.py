@@ -47,9 +47,6 @@ from .drafter import (
     layer_config,
 )
 
-__all__ = ["BlockDrafter", "block_config", "is_block_drafter"]
-
-
 # Block-parallel drafters (DFlash, arXiv 2602.06036) in their published layout.
 #
 # A few layers of the kind of Qwen 3 fill a block of masked tokens in one pass. Their keys and
@@ -61,7 +58,6 @@ _ARCHITECTURE = "DFlashDraftModel"
 _LAYER_TYPES = ("qwen3",)
 
 _NEUTRAL = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": 0.0}
-
 """Fields of later models, with the values at which they do nothing."""
 
 

@@ -43,33 +43,11 @@ from ..families import FAMILIES, Json, read_field
 from ..plan import parameter_bytes, rope_kinds
 from ..sharding import ShardedVocabulary
 
-__all__ = [
-    "ascending_layers",
-    "DraftModel",
-    "Drafter",
-    "DrafterConfig",
-    "DrafterKind",
-    "Drafts",
-    "FollowedTokens",
-    "ReadDrafter",
-    "MOST_DRAFTS",
-    "NewestTokens",
-    "SampledTokens",
-    "StepOperator",
-    "SharedLayers",
-    "TokenProjection",
-    "check_fits",
-    "layer_config",
-    "within_window",
-]
-
-
 # What the engine must know of a drafter before it reads weights.
 
 DrafterKind = Literal["draft_model", "eagle3", "mtp", "dflash"]
 
 MOST_DRAFTS = 15
-
 """Most drafts of a drafter that computes them one by one: as many as a step verifies."""
 
 
@@ -294,7 +272,6 @@ class SampledTokens:
 
 
 StepOperator: TypeAlias = Callable[[SampledTokens, torch.Tensor, int], Drafts]
-
 """`Drafter.propose` of sampled tokens, the arena and a number of drafts."""
 
 

@@ -47,17 +47,6 @@ from .drafter import (
     layer_config,
 )
 
-__all__ = [
-    "Eagle3",
-    "MultiTokenPrediction",
-    "eagle3_config",
-    "has_mtp",
-    "is_eagle3",
-    "is_unused_by_mtp",
-    "mtp_config",
-]
-
-
 # EAGLE-3 heads (Li et al. 2025, arXiv 2503.01840) in their published layouts.
 #
 # A head fuses the hidden states of three layers of the target. Its first layer takes the fused
@@ -70,7 +59,6 @@ _ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Spe
 _LAYER_TYPES = ("llama", "qwen3")
 
 _VARIANTS = ("norm_before_fc", "fc_norm", "norm_output")
-
 """Flags of later variants that change what a head computes."""
 
 _EMBEDDING, _HEAD, _TO_TARGET = "embed_tokens.weight", "lm_head.weight", "d2t"
@@ -348,7 +336,6 @@ _COUNT = "num_nextn_predict_layers"
 _OTHER = "use another method of speculation, such as 'suffix'"
 
 _HYBRID = "mtp."
-
 """What names of modules of hybrid models begin with (Qwen3-Next, Qwen3.5)."""
 
 

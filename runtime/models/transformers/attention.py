@@ -27,23 +27,6 @@ from ...errors import ConfigError
 from ...kernels import AttentionForm, LayerPlace, RaggedBatch, have_triton
 from ...operation_scopes import operation
 
-__all__ = [
-    "CurrentStep",
-    "EXPERTS_IMPLEMENTATION",
-    "IMPLEMENTATION",
-    "MASK_FORM",
-    "MaskForm",
-    "PROBED_IMPLEMENTATION",
-    "PagedLayer",
-    "PagedStep",
-    "convertible_parameters",
-    "import_transformers",
-    "quiet",
-    "reason_of",
-    "register",
-]
-
-
 # The optional package transformers, imported at its first use.
 
 LEAST_VERSION = (5, 17)
@@ -150,7 +133,6 @@ def reason_of(error: BaseException) -> str:
 # attention derives them from positions.
 
 MASK_FORM = "stepgraph_mask_form"
-
 """Attribute of a mask tensor that `probe_mask` made."""
 
 
@@ -308,15 +290,12 @@ def _experts_forward(
 
 
 IMPLEMENTATION = "stepgraph"
-
 """Name of our attention function in transformers; without masks."""
 
 PROBED_IMPLEMENTATION = "stepgraph_probe"
-
 """The same function, with the mask function of a probe."""
 
 _CURRENT_STEP = "stepgraph_current_step"
-
 """Attribute of the modules of a model."""
 
 

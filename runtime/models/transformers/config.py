@@ -34,16 +34,6 @@ from .probe import AttentionCall, LinearUse, Probe, probe_model
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-__all__ = [
-    "LinearGroup",
-    "TransformersConfig",
-    "freeze_rotations",
-    "linear_groups",
-    "model_class_of",
-    "read_transformers_config",
-]
-
-
 # The plan of a transformers model, from the record of its forward pass.
 #
 # The plan lists the attention and the linear layers of each decoder layer. Everything else of a
@@ -184,7 +174,6 @@ def _layer_of(name: str, prefixes: Sequence[str]) -> int | None:
 # module was built with, so they are kept, and longer sequences are refused.
 
 _FROZEN = "default"
-
 """A rope type that `transformers.modeling_rope_utils.dynamic_rope_update` does not change."""
 
 

@@ -28,9 +28,6 @@ from .attention import IMPLEMENTATION, CurrentStep, PagedLayer, PagedStep
 from .config import LinearGroup, TransformersConfig, freeze_rotations, linear_groups
 from .probe import Probe, head_of, run_head, set_implementation
 
-__all__ = ["DecoderModel", "TransformersDecoder", "add_scopes"]
-
-
 # Replaces the linear layers of a transformers model by projections with our kernels.
 #
 # Layers with the same input are one product: the first to be called computes it for all.
@@ -314,5 +311,4 @@ class TransformersDecoder(nn.Module):
 
 
 DecoderModel: TypeAlias = Decoder | TransformersDecoder
-
 """Token ids to hidden states to logits, reading and writing the arena."""

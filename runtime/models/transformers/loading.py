@@ -20,8 +20,6 @@ from .config import TransformersConfig, model_class_of
 from .decoder import TransformersDecoder
 from .probe import set_implementation
 
-__all__ = ["load_decoder", "load_model", "overwrite_decoder"]
-
 
 def check_report(report: Mapping[str, Any], architecture: str) -> None:
     """Raise `CheckpointError` for parameters that transformers could not load."""
@@ -53,13 +51,11 @@ def _shown(found: object) -> str:
 # from the length of its input, a state that it keeps between calls, embeddings that it changes.
 
 _PROMPT, _TOKENS = 5, 9
-
 """Tokens of a prefill step, and with the decode steps after it."""
 
 _BLOCK_SIZE = 16
 
 _TOLERANCES = 30
-
 """The tolerance of a model, in tolerances of an operation."""
 
 

@@ -39,17 +39,6 @@ from .attention import (
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-__all__ = [
-    "AttentionCall",
-    "LinearUse",
-    "Probe",
-    "head_of",
-    "probe_model",
-    "run_head",
-    "set_implementation",
-]
-
-
 # Measures the peak of live tensors, for tensors that have no data.
 
 
@@ -233,7 +222,6 @@ def run_head(head: nn.Module, hidden_1TD: Tensor) -> Tensor:
 
 
 _TOKENS = 61
-
 """Tokens of a probe; a number that no size of a model equals."""
 
 _WITHOUT_EFFECT = frozenset(

@@ -41,8 +41,6 @@ from .token_text import TokenTexts
 if TYPE_CHECKING:  # it needs prometheus-client
     from ..metrics import EngineMetrics
 
-__all__ = ["app", "openapi_document"]
-
 OPEN_PATHS = frozenset({"/health", "/ready"})
 """Paths that need no API key: load balancers have none."""
 

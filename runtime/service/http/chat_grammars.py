@@ -15,8 +15,6 @@ from ...structured_output import MAX_GRAMMAR_BYTES, GrammarKind, StructuredOutpu
 from .exchange import invalid
 from .output_parsers import CLOSE
 
-__all__ = ["ReasonedOutput", "errors_of", "spells_end_of_reasoning", "tool_call_grammar"]
-
 MAX_FORCED_BYTES = 1 << 14
 """Of a grammar whose text is forced: each step tokenises what is left of it."""
 _ANY_OBJECT = {"type": "object"}

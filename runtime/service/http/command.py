@@ -23,11 +23,6 @@ from ...errors import ConfigError
 from ...tools.arguments import add_config_flags, config_of, flag_type, integer, parse_bytes
 from ..service_config import ServiceConfig
 
-__all__ = [
-    *("ACCESS_LOG", "API_KEY_VARIABLE", "ENGINE_DEFAULTS", "PROGRAM", "SERVICE_DEFAULTS", "Serve"),
-    *("api_keys_of_environment", "in_flags", "logs_to_stderr", "make_parser", "run"),
-]
-
 API_KEY_VARIABLE = "STEPGRAPH_API_KEY"
 PROGRAM = "stepgraph serve"
 LOG_LEVELS = ("debug", "info", "warning", "error")

@@ -14,8 +14,6 @@ import httptools
 from starlette.types import Message
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-__all__ = ["LimitedConnection"]
-
 MAX_HEAD_BYTES = 64 << 10
 """Of the request line and the headers of a request, and of the trailers of its body."""
 

@@ -33,11 +33,6 @@ from ...errors import (
 )
 from .command import ACCESS_LOG
 
-__all__ = [
-    *("EVENT_HEADERS", "BodyLimits", "ClientDisconnected", "Endpoint", "ErrorBody", "Exchange"),
-    *("HttpError", "encode", "event", "invalid"),
-]
-
 logger = logging.getLogger("stepgraph.runtime")
 
 MAX_MESSAGE_CHARS = 1000

@@ -48,9 +48,6 @@ from .token_text import ChoiceTokens, TokenTexts
 if TYPE_CHECKING:  # it needs prometheus-client
     from ..metrics import EngineMetrics
 
-__all__ = ["Service", "chat", "complete"]
-
-
 DONE = b"data: [DONE]\n\n"
 
 

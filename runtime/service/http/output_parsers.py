@@ -21,8 +21,6 @@ from ...errors import ConfigError
 from ...request import FinishReason
 from .responses import ChatMessage, Function, ToolCall
 
-__all__ = ["CLOSE", "OPEN", "OutputParser", "ends_in_reasoning", "make_output_parser"]
-
 OPEN = "<think>"
 CLOSE = "</think>"
 

@@ -26,12 +26,6 @@ from ..request_handle import MAX_SECONDS, MAX_TENANT_CHARS, RequestOptions
 from .chat_grammars import errors_of, tool_call_grammar
 from .exchange import HttpError, invalid
 
-__all__ = [
-    *("ChatRequest", "CompletionRequest", "DetokenizeRequest", "SamplingRequest"),
-    *("StreamOptions", "TokenizeRequest", "UnknownFields", "chat_prompt", "joined_text"),
-    "template_messages",
-]
-
 logger = logging.getLogger("stepgraph.runtime")
 
 

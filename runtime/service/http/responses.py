@@ -8,12 +8,6 @@ import msgspec
 from msgspec import UNSET, UnsetType
 from msgspec.structs import astuple
 
-__all__ = [
-    *("Chat", "ChatChoice", "ChatLogprobs", "ChatMessage", "ChatToken", "Completion"),
-    *("CompletionChoice", "CompletionLogprobs", "Function", "OptionalUsage", "PromptEntry"),
-    *("PromptToken", "ToolCall", "TopToken", "Usage"),
-]
-
 
 class PromptDetails(msgspec.Struct):
     """Tokens of the prompts that were in the prefix cache."""

@@ -32,8 +32,6 @@ from .app import app
 from .command import PROGRAM, api_keys_of_environment, in_flags
 from .connection import LimitedConnection
 
-__all__ = ["ThroughputLog", "listen_tcp", "listen_unix", "serve"]
-
 logger = logging.getLogger("stepgraph.serve")
 
 KEEP_ALIVE_SECONDS = 75

@@ -16,8 +16,6 @@ from .responses import (
     TopToken,
 )
 
-__all__ = ["ChoiceTokens", "TokenTexts"]
-
 _LOOKAHEAD_CHARS = 16
 """How far the text of a token may be from the end of the one before, after an unknown token."""
 

@@ -15,8 +15,6 @@ from ...errors import ConfigError
 from ..http.command import ENGINE_DEFAULTS, SERVICE_DEFAULTS
 from ..service_config import ServiceConfig
 
-__all__ = ["HttpOptions", "ReplicaOptions", "RoutingOptions", "check_ray", "made", "replica_bundle"]
-
 OLDEST, TOO_NEW = (2, 60), (2, 61)
 """Releases of Ray Serve whose interfaces of routers and autoscaling are those used here."""
 _INSTALL = 'pip install "stepgraph[ray]"'

@@ -9,8 +9,6 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 
 from .routing import CachedPrefixes, by_preference, read_fingerprints
 
-__all__ = ["PrefixRouter"]
-
 
 class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray is untyped
     """Prefers the replica that caches most blocks of a prompt, within a bound on its load.

@@ -33,11 +33,6 @@ from .routing import fingerprints
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
 
-__all__ = [
-    *("Accepted", "EngineReplica", "Head", "Ingress", "NotServed", "PromptBlocks"),
-    *("RemoteRequest", "respond"),
-]
-
 logger = logging.getLogger("stepgraph.runtime")
 
 STATUS_PATHS = ("/health", "/ready", "/version", "/openapi.json")

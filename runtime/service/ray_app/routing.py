@@ -19,8 +19,6 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-__all__ = ["CachedPrefixes", "by_preference", "fingerprints", "read_fingerprints"]
-
 T = TypeVar("T")
 
 MAX_SENT = 1 << 16
