@@ -243,6 +243,7 @@ def test_numbers_that_would_come_out_wrong_are_refused(schema: Any, kind: str) -
             ['{"a":1,"b":0.5}'],
             ['{"a":0}', '{"b":1}'],
         ),
+        ({"type": "array", "items": {"const": 1}, "maxItems": 2.0}, ["[1,1]"], ["[1,1,1]"]),
         (
             {"type": "number", "minimum": -1.7976931348623157e308},
             ["-5", "12.5"],
