@@ -413,6 +413,7 @@ class Runner:
             ragged=self.functions.ragged,
         )
         self._launched: tuple[LaunchedStep, RankPlan] | None = None
+        """A launch that is unfinished."""
         self._sent: RankPlan | None = None
         self._packed = b""
 
@@ -619,7 +620,7 @@ class Runner:
                     step.parts.append((requests, output))
                     self.library.record_padding(tokens, part.room)
                 worked_ns += clock() - started
-        step.unfinished = None
+        step.unfinished = self._launched = None  # it need not keep logits until the next launch
         if outputs is None:
             step.device_ns = worked_ns
         else:

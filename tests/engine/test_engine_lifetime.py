@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from stepgraph.runtime import Engine, EngineClosedError, EngineConfig, EngineFailedError
+from stepgraph.runtime.execution.outputs import LaunchedStep
 
 from ..rigs.engine_rig import Open, greedy, parts_of
 from ..rigs.tiny_models import TinyModel
@@ -88,6 +89,18 @@ def test_engine_that_ended_says_so_and_holds_no_tensor(
     for use in USES + USES_OF_OPEN:
         with pytest.raises(EngineClosedError):
             use(engine)
+
+
+def launched_steps() -> set[int]:
+    return {id(each) for each in gc.get_objects() if isinstance(each, LaunchedStep)}
+
+
+def test_step_is_released_once_it_is_read(open_engine: Open) -> None:
+    """Its logits would take memory besides those of the next step, for which there is no plan."""
+    before = launched_steps()
+    with open_engine("micro") as engine:
+        engine.generate([[1, 2]], greedy(4))
+        assert launched_steps() <= before
 
 
 def test_checkpoint_may_go_once_it_is_loaded(base: TinyModel, tmp_path: Path) -> None:
