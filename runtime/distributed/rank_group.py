@@ -269,7 +269,9 @@ class RankGroup:
                     try:
                         rest = rest[os.write(link.pipe, rest) :]
                     except BlockingIOError:  # the pipe is full
-                        if not select.select((), [link.pipe], (), self.timeout)[1]:
+                        room = select.poll()
+                        room.register(link.pipe, select.POLLOUT)
+                        if not room.poll(1e3 * self.timeout):
                             raise
 
     def receive(self) -> tuple[int, int, tuple[Any, ...]]:

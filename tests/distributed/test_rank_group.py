@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import threading
 import time
@@ -183,8 +184,22 @@ def test_rank_that_takes_no_messages_ends_the_group(make_rig: MakeRig) -> None:
     assert str(found.value).startswith("rank 1: ")
 
 
-def test_send_to_a_rank_that_takes_no_messages_ends(make_rig: MakeRig) -> None:
-    rig = make_rig(2)
+@pytest.mark.parametrize("least", [0, 1100], ids=["few files", "many files"])
+def test_send_to_a_rank_that_takes_no_messages_ends(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, least: int
+) -> None:
+    make_pipe = os.pipe
+
+    def pipe() -> tuple[int, int]:
+        """Return a pipe like that of a process with `least` open files."""
+        read, write = make_pipe()
+        high = fcntl.fcntl(write, fcntl.F_DUPFD_CLOEXEC, least)
+        os.close(write)
+        return read, high
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pipe", pipe)
+        rig = make_rig(2)
     rig.group.serve(0.2)
     with pytest.raises(RankError):
         rig.group.send(bytes(1 << 24))
