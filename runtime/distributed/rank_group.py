@@ -206,11 +206,14 @@ class RankGroup:
 
         All ranks call it in the same order.
         """
+        values: list[Any] = [value]
         if self.rank:
-            self._links[0].connection.send(value)
-            values: list[Any] = self._links[0].connection.recv()
+            try:
+                self._links[0].connection.send(value)
+                values = self._links[0].connection.recv()
+            except (EOFError, OSError) as error:
+                raise RankError("rank 0 has ended") from error
             return values
-        values = [value]
         for rank, (connection, _) in enumerate(self._links, 1):
             late = time.monotonic() + START_SECONDS
             while not connection.poll(_TICK_SECONDS):

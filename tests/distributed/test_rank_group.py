@@ -220,6 +220,8 @@ def test_rank_without_rank_0_is_an_error() -> None:
     ours.close()
     with pytest.raises(RankError):
         group.receive()
+    with pytest.raises(RankError):
+        group.exchange("a")
 
 
 def test_rank_ends_even_if_its_output_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
