@@ -537,13 +537,14 @@ _COHERE2 = Family(
         "layer_norm_eps": 1e-5,
         "logit_scale": 0.0625,
         "sliding_window": 4096,
-        "sliding_window_pattern": 4,
         "tie_word_embeddings": True,
     },
     fixed={"logits_scaling": 1.0},
     keys={"rms_norm_eps": "layer_norm_eps"},
     prepare=_with_logits_scaling,
-    is_sliding=_last_of_each_pattern_full,
+    is_sliding=lambda config, layer: (
+        (layer + 1) % read_count(config, "sliding_window_pattern", 4) != 0
+    ),
     lists_layer_types=True,
     is_unrotated=lambda config, layer: config["layer_types"][layer] == "full_attention",
     layer_norms=LayerNorms(mlp=None),

@@ -150,6 +150,7 @@ def test_mimo_is_qwen2() -> None:
         ("phi3", {}, [None] * 8),
         ("phi3", {"sliding_window": 5}, [5] * 8),
         ("cohere2", {"sliding_window_pattern": 3}, [4096, 4096, None] * 2 + [4096] * 2),
+        ("cohere2", {"sliding_window_pattern": None, "layer_types": F * 8}, [None] * 8),
         ("olmo3", {}, [4096, 4096, 4096, None] * 2),
         ("olmo3", {"layer_types": F * 7 + S, "sliding_window": 2}, [None] * 7 + [2]),
         ("gemma2", {"sliding_window": 3}, [3, None] * 4),
