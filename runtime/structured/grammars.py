@@ -393,8 +393,6 @@ def _check_counts(schema: dict[str, Any], is_closed: bool) -> None:
             if keyword in _LEAST:
                 raise ValueError(f"{keyword} is {_shown(count)}; allowed are up to {MAX_COUNT}")
             del schema[keyword]
-        elif _is_number(count) and count == int(count):
-            schema[keyword] = int(count)  # llguidance refuses 2.0
     least, required = schema.get("minProperties"), schema.get("required")
     known = len(required) if isinstance(required, list) else 0
     if isinstance(least, int) and least > max(1, known) and not is_closed:
