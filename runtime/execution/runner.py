@@ -518,14 +518,18 @@ class Runner:
             plan.blocks_in_use,
         )
         if self.group is not None:
-            blind = [part._replace(requests=(None,) * len(part.requests)) for part in parts]
-            sent = work._replace(parts=blind)
-            # Packed once while rows only decode: nothing in such a plan is changed in place.
             changes = work.joined or work.chunks or work.table_updates
-            if changes or work.drafts or work.draft_stops or sent != self._sent:
-                self._packed, self._sent = pickle.dumps(sent), None
-                if not (changes or work.drafts or work.draft_stops):
-                    self._sent = sent
+            is_steady, last = not (changes or work.drafts or work.draft_stops), self._sent
+            # Packed once while rows only decode: such a plan has the same part.
+            if not (
+                is_steady
+                and last is not None
+                and parts[0] is last.parts[0]
+                and work.blocks_in_use == last.blocks_in_use
+            ):
+                blind = [part._replace(requests=(None,) * len(part.requests)) for part in parts]
+                self._packed = pickle.dumps(work._replace(parts=blind))
+                self._sent = work if is_steady else None
             self.group.send("execute_packed", number, self._packed)
         return self.execute(number, work, plan)
 
@@ -757,6 +761,11 @@ def follow(runner: Runner, reload: Callable[[str], None]) -> None:
     }
     while True:
         steps, checksum, (name, *arguments) = group.receive()
+        runs = name == "execute_packed"
+        # Rank 0 waits for this rank's part of the step, so earlier tokens are compared after it,
+        # unless their buffers are written again.
+        if runs and runner.outputs is None:
+            launched.append(runner.execute_packed(*arguments))
         while group.steps < steps:  # rank 0 has read these
             step = launched.popleft()
             if step.arrived is not None:
@@ -769,7 +778,7 @@ def follow(runner: Runner, reload: Callable[[str], None]) -> None:
             )
         if name == "close":
             return
-        if name == "execute_packed":
+        if runs and runner.outputs is not None:
             launched.append(runner.execute_packed(*arguments))
-        else:
+        elif not runs:
             (methods.get(name) or getattr(runner, name))(*arguments)
