@@ -15,8 +15,8 @@ are therefore recorded at capture, as a JSON file next to a trace:
 
 Model code opens a scope for each operation: `with operation("down"):`. At the begin and end of
 every scope the new nodes of the graph under capture are assigned to the innermost scope. CUDA lists
-the nodes of a graph in no particular order: those of a scope are sorted so that each comes after
-those it depends on. `nodes_of_replay` assigns the nodes to the kernels of a replay.
+the nodes of a graph in no particular order: the nodes of a scope are sorted so that each one comes
+after its dependencies. `nodes_of_replay` assigns the nodes to the kernels of a replay.
 
 Standard library only; CUDA is imported when a capture is recorded.
 """

@@ -55,7 +55,7 @@ from .workload import (
 )
 
 SETTLING_SECONDS = 0.3
-"""Pause before a runtime runs beside others: their threads may spin for 0.2 s after a step."""
+"""Pause before another runtime runs: threads may spin for 0.2 s after a step."""
 
 Tokens = dict[BenchmarkCase, list[list[int]]]
 

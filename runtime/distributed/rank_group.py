@@ -5,7 +5,7 @@ and a pipe for messages, because a pipe is faster. A rank without a message spin
 the next one of a busy engine follows within microseconds, and then sleeps.
 
 Every message contains the checksum of the tokens that rank 0 has read so far. The other ranks
-compare it with that of their own tokens.
+compare it with the checksum of their own tokens.
 
 Rank 0 finds out why a group fails: a process has ended (a thread looks ten times a second), a rank
 has sent an error, or an operation has waited for a rank in vain. It ends the operations that wait,

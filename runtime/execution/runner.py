@@ -193,7 +193,7 @@ class RankPlan(NamedTuple):
 
 
 class PlanParts:
-    """Chooses the smallest step for each part of a plan, that of a decode part while it is valid.
+    """Chooses the smallest step for each part of a plan; keeps the decode part while it is valid.
 
     Plans are given in the order of their launches.
     """

@@ -52,7 +52,7 @@ class TokenizerConfig:
         """Read the files of a checkpoint directory, all of which may be missing.
 
         A template in a separate file replaces those in `tokenizer_config.json`, as in transformers;
-        `chat_template.json` of processors is read if there is no other. Raises `CheckpointError`,
+        a processor's `chat_template.json` is read if there is no other. Raises `CheckpointError`,
         which names file and key, for what is not a JSON object or a value of a wrong type.
         """
         path, other_path = directory / "tokenizer_config.json", directory / "chat_template.json"

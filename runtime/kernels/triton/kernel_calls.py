@@ -83,8 +83,8 @@ def arrives_last(counter_ptr, programs):  # type: ignore[no-untyped-def]
     """Count this program at `counter_ptr`; whether it is the last of `programs`.
 
     What a program stored is visible to the last one: the barrier puts the stores of its threads
-    before the count, which releases them and acquires those of the programs that were counted
-    before (PTX ISA, "Memory Consistency Model"); the second barrier holds back the other threads.
+    before the count, which releases them and acquires the stores of programs counted earlier
+    (PTX ISA, "Memory Consistency Model"); the second barrier holds back the other threads.
     Loads must not be served by L1 (use `.cg`), which other processors do not write to.
     """
     tl.debug_barrier()

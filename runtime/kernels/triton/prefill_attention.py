@@ -1,6 +1,6 @@
 """Attention of many tokens a row over the paged cache: the chunks of a prefill step.
 
-What is computed is told in `ops/attention.py`; keys and values of the step's own tokens are in the
+`ops/attention.py` says what is computed; keys and values of the step's own tokens are in the
 cache already. Shapes: T tokens, R rows, H query heads, G kv heads (G divides H), D head_dim, E
 value_dim.
 

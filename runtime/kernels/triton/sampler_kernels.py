@@ -7,7 +7,7 @@ a run SUB of them; passes over runs take CAP tokens at a time. The last chunk is
 one for the token and one for the highest log-probabilities. They read the statistics of each run
 and the tokens of those runs only that can matter.
 
-A weight is exp((logit - best) / temperature). Those of a distribution are at most 1, and the bit
+A weight is exp((logit - best) / temperature). Weights of a distribution are at most 1, and the bit
 patterns of floats that are not negative are ordered like their values. The threshold of top-k and
 top-p is found in three steps, each of which leaves fewer weights to the next: from what is known of
 each run (`_lower_bound`), in passes over the runs that reach it, and among at most CAP weights that

@@ -174,7 +174,7 @@ class GpuStack:
         aux_layers: Sequence[int] = (),
         embeddings_TD: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """See `Stack.run`. There are no kernels of layers that need embeddings."""
+        """See `Stack.run`. No kernel supports layers that read the embeddings."""
         assert embeddings_TD is None, "a plan that `fusion_obstacle` refuses"
         outputs: dict[int, Tensor] = dict.fromkeys(aux_layers, x_TD)
         like = next(k.fused.attend for k in self._layers[0] if isinstance(k.fused, Attention))
