@@ -201,7 +201,7 @@ class CheckpointReader:
         stored, names = self._joined[source.name]
         tensors = {suffix: self.tensor(name) for suffix, name in names.items()}
         try:
-            return stored.read(tensors, source.selection)
+            return stored.read(tensors, source.selection).decode()
         except ValueError as error:
             path = self._headers[source.name].file
             raise CheckpointError(f"{path}: {source.name} cannot be read: {error}") from error

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..ops.parameter import Shape
 from .checkpoint_format import CheckpointFormat
+from .grouped import GroupedWeight, Scales, integers
 
 _SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)
 """Lowest bit of each of the 8 outputs of a word."""
@@ -42,11 +43,12 @@ class _AWQ(CheckpointFormat):
         groups = len(zeros_GN)
         return numbers_KN.T.unflatten(1, (groups, -1)), zeros_GN.T, stored[".scales"].T
 
-    def decode(self, *grouped: Tensor) -> Tensor:
-        """Return float32, which holds the products of 5-bit integers and scales exactly."""
-        numbers_NGE, zeros_NG, scales_NG = grouped
-        decoded_NGE = numbers_NGE.float() - zeros_NG[..., None]
-        return decoded_NGE.mul_(scales_NG.float()[..., None]).flatten(-2)
+    def weight(self, *grouped: Tensor) -> GroupedWeight:
+        codes_NGE, zeros_NG, scales_NG = grouped
+        scales, minimums = Scales(scales_NG), Scales(scales_NG, zeros_NG)
+        return GroupedWeight(
+            integers(4), codes_NGE.flatten(-2), codes_NGE.shape[-1], scales, minimums
+        )
 
 
 AWQ = _AWQ()

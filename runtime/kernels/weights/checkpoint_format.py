@@ -13,13 +13,11 @@ from torch import Tensor
 
 from ...bounded_repr import bounded_repr
 from ..ops.parameter import Narrowed, Selection, Shape, Slice
+from .grouped import GroupedWeight
 
 
 class CheckpointFormat(ABC):
-    """A format in which a checkpoint stores a weight as several tensors.
-
-    No kernel reads it: the part that a model needs is decoded while it is loaded.
-    """
+    """A format in which a checkpoint stores a weight as several tensors."""
 
     name: ClassVar[str]
     """As `quant_method` of a `config.json` names it."""
@@ -54,11 +52,13 @@ class CheckpointFormat(ABC):
         """
 
     @abstractmethod
-    def decode(self, *grouped: Tensor) -> Tensor:
-        """Return the numbers `[..., N, G * E]` of such tensors, in a dtype that holds them."""
+    def weight(self, *grouped: Tensor) -> GroupedWeight:
+        """Return the codes `[..., N, G * E]` and scales of such tensors."""
 
-    def read(self, stored: Mapping[str, Tensor], selection: Selection | None) -> Tensor:
-        """Return a part of the weight; only groups that it has elements of are decoded.
+    def read(self, stored: Mapping[str, Tensor], selection: Selection | None) -> GroupedWeight:
+        """Return a part of the weight; only groups that it has elements of are unpacked.
+
+        A part that begins or ends within a group has groups of one element.
 
         Args:
             stored: the tensors of the file, by suffix.
@@ -69,11 +69,11 @@ class CheckpointFormat(ABC):
         for part in rows:
             grouped = tuple(map(part.read, grouped))
         if columns is None:
-            return self.decode(*grouped)
-        elements = self.decode(*(tensor[:1, :1] for tensor in grouped)).shape[-1]
+            return self.weight(*grouped)
+        elements = self.weight(*(tensor[:1, :1] for tensor in grouped)).group
         first, stop = columns.start // elements, -(-(columns.start + columns.count) // elements)
-        numbers = self.decode(*(tensor[:, first:stop] for tensor in grouped))
-        return numbers.narrow(1, columns.start - first * elements, columns.count)
+        weight = self.weight(*(tensor[:, first:stop] for tensor in grouped))
+        return weight.columns(columns.start - first * elements, columns.count)
 
 
 def _rows_and_columns(selection: Selection | None) -> tuple[list[Selection], Slice | None]:

@@ -19,6 +19,7 @@ from torch import Tensor
 from ..ops.parameter import Shape
 from .awq import AWQ, unpacked
 from .checkpoint_format import CheckpointFormat
+from .grouped import GroupedWeight
 
 ONES = 0x11111111
 """1 in each 4 bits of a word. A zero point of 0 borrows from the next one."""
@@ -61,9 +62,8 @@ class _GPTQ(CheckpointFormat):
         zeros_GN = unpacked(stored[".qzeros"] + ONES, _SHIFTS)
         return numbers_NK.unflatten(1, (groups, -1)), zeros_GN.T, scales_GN.T
 
-    def decode(self, *grouped: Tensor) -> Tensor:
-        """Return float32, as `AWQ.decode`."""
-        return AWQ.decode(*grouped)
+    def weight(self, *grouped: Tensor) -> GroupedWeight:
+        return AWQ.weight(*grouped)
 
 
 GPTQ = _GPTQ()

@@ -10,19 +10,17 @@ represents its product with the scale exactly.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
 
 import torch
 from torch import Tensor
 
 from ..ops.parameter import Shape
 from .checkpoint_format import CheckpointFormat
+from .grouped import DOUBLED_E2M1, GroupedWeight, Scales
 
 _BLOCK_BYTES = 16
-_DOUBLED = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0)
-"""Twice the magnitude of an element by its lower three bits; twice, so that half of the largest
-scale is finite."""
 _BIAS = 127 + 1
+"""Of scales of elements times two, of which the largest is finite."""
 
 
 class _MXFP4(CheckpointFormat):
@@ -40,24 +38,12 @@ class _MXFP4(CheckpointFormat):
     def grouped(self, stored: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         return stored["_blocks"], stored["_scales"]
 
-    def decode(self, *grouped: Tensor) -> Tensor:
-        """Return bfloat16. A scale of 255, which the format reserves, is 2**128."""
-        blocks, scales = grouped
-        # Both elements of a byte are one number of 32 bits.
-        pairs = _pairs().index_select(0, blocks.flatten().to(torch.int32)).view(torch.bfloat16)
-        values = pairs.view(*scales.shape, 2 * _BLOCK_BYTES)
-        factors = torch.ldexp(torch.ones(scales.shape), scales.to(torch.int32) - _BIAS)
-        return values.mul_(factors.to(torch.bfloat16)[..., None]).flatten(-2)
+    def weight(self, *grouped: Tensor) -> GroupedWeight:
+        """A scale of 255, which the format reserves, is 2**128."""
+        blocks, exponents = grouped
+        codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-3)
+        scales = torch.ldexp(torch.ones(exponents.shape), exponents.to(torch.int32) - _BIAS)
+        return GroupedWeight(DOUBLED_E2M1, codes, 2 * _BLOCK_BYTES, Scales(scales))
 
 
 MXFP4 = _MXFP4()
-
-
-@cache
-def _pairs() -> Tensor:
-    """The two elements of each byte, twice their values, as int32 `[256]`."""
-    magnitudes = torch.tensor(_DOUBLED, dtype=torch.bfloat16)
-    elements = torch.cat((magnitudes, -magnitudes))
-    byte = torch.arange(256)
-    pairs = torch.stack((elements[byte & 15], elements[byte >> 4]), dim=-1)
-    return pairs.view(torch.int32).flatten()

@@ -1,0 +1,169 @@
+"""A weight as small codes, of which a group of consecutive inputs shares a scale and a minimum.
+
+    w[n, k] = levels[codes[n, k]] * scale[n, k // E] - minimum[n, k // E]
+
+Every quantised format of checkpoints is an arrangement of these numbers: what codes stand for, the
+size E of a group, and how scales and minimums are stored. Kernels take codes and scales as they are
+here (`Kernels.pack`); where none does, `decode` gives the numbers.
+
+Shapes: N output features, K input features, G groups of a row, R runs of groups of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_CODES_AT_A_TIME = 1 << 22
+"""Codes converted to int32 at once, which indices have to be."""
+
+
+@dataclass(frozen=True)
+class Levels:
+    """The numbers that codes stand for."""
+
+    name: str
+    values: tuple[float, ...]
+    """Of each code: 2, 4, 8, 16, 32, 64 or 256 numbers."""
+
+    @cached_property
+    def bits(self) -> int:
+        """Bits of a code."""
+        return (len(self.values) - 1).bit_length()
+
+    def table(self) -> Tensor:
+        """Return the numbers as float32 `[2 ** bits]`."""
+        return _table(self)
+
+
+@cache
+def _table(levels: Levels) -> Tensor:
+    return torch.tensor(levels.values, dtype=torch.float32)
+
+
+@cache
+def integers(bits: int, offset: int = 0) -> Levels:
+    """Return the levels of unsigned codes of `bits` bits minus `offset`."""
+    return Levels(f"u{bits}-{offset}", tuple(float(i - offset) for i in range(1 << bits)))
+
+
+def _float8() -> tuple[float, ...]:
+    return tuple(torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().tolist())
+
+
+INT8 = Levels("int8", tuple(float(i - 256 * (i > 127)) for i in range(256)))
+"""A byte in two's complement."""
+E4M3 = Levels("e4m3", _float8())
+"""float8_e4m3fn (Micikevicius et al. 2022, arXiv 2209.05433)."""
+_E2M1 = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0)
+DOUBLED_E2M1 = Levels("2*e2m1", _E2M1 + tuple(-level for level in _E2M1))
+"""A sign, two bits of exponent and one of mantissa (Open Compute Project, "Microscaling Formats",
+2023), times two: so that all are integers. Scales are halved."""
+
+
+class Scales(NamedTuple):
+    """A number for each group of a row: `outer` of a run of groups, times `inner` of the group."""
+
+    outer: Tensor
+    """`[..., N, R]`, of a floating-point dtype."""
+    inner: Tensor | None = None
+    """`[..., N, G]`, int8, uint8 or float8_e4m3fn; None: all 1."""
+    run: int = 1
+    """Groups of a run, of which the last one may have fewer; 1 without `inner`."""
+
+    def groups(self) -> Tensor:
+        """Return the numbers, float32 `[..., N, G]`."""
+        outer = self.outer.float()
+        if self.inner is None:
+            return outer
+        if self.run > 1:
+            outer = outer.repeat_interleave(self.run, -1)[..., : self.inner.shape[-1]]
+        return outer * self.inner.float()
+
+    def over(self, convert: Callable[[Tensor], Tensor]) -> Scales:
+        """Return the scales with both tensors converted, which keeps their last dimension."""
+        inner = None if self.inner is None else convert(self.inner)
+        return self._replace(outer=convert(self.outer), inner=inner)
+
+    def narrow(self, first: int, stop: int) -> Scales:
+        """Return the numbers of the groups from `first` to before `stop`."""
+        inner = None if self.inner is None else self.inner[..., first:stop]
+        if first % self.run:  # groups of a run part
+            outer = self.outer.repeat_interleave(self.run, -1)[..., first:stop]
+            return Scales(outer, inner)
+        runs = slice(first // self.run, -(-stop // self.run))
+        return self._replace(outer=self.outer[..., runs], inner=inner)
+
+
+@dataclass(frozen=True, eq=False)
+class GroupedWeight:
+    """A weight `[..., N, K]` as codes in groups."""
+
+    levels: Levels
+    codes: Tensor
+    """uint8 `[..., N, K]`, a code in each byte."""
+    group: int
+    """Consecutive inputs of a group; the last group of a row may be shorter."""
+    scales: Scales
+    minimums: Scales | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """`[..., N, K]`."""
+        return tuple(self.codes.shape)
+
+    def over(self, convert: Callable[[Tensor], Tensor]) -> GroupedWeight:
+        """Return the weight with its tensors converted, such as some rows of each."""
+        minimums = None if self.minimums is None else self.minimums.over(convert)
+        return replace(
+            self, codes=convert(self.codes), scales=self.scales.over(convert), minimums=minimums
+        )
+
+    def columns(self, start: int, count: int) -> GroupedWeight:
+        """Return consecutive inputs of all rows.
+
+        If they do not begin and end with groups, the result has groups of one input.
+        """
+        k, stop = self.codes.shape[-1], start + count
+        if start % self.group or (stop % self.group and stop != k):
+            return self._in_groups_of_one().columns(start, count)
+        groups = start // self.group, -(-stop // self.group)
+        return replace(
+            self,
+            codes=self.codes[..., start:stop],
+            scales=self.scales.narrow(*groups),
+            minimums=None if self.minimums is None else self.minimums.narrow(*groups),
+        )
+
+    def _in_groups_of_one(self) -> GroupedWeight:
+        def each(scales: Scales) -> Scales:
+            inputs = scales.groups().repeat_interleave(self.group, -1)
+            return Scales(inputs[..., : self.codes.shape[-1]])
+
+        minimums = None if self.minimums is None else each(self.minimums)
+        return replace(self, group=1, scales=each(self.scales), minimums=minimums)
+
+    def decode(self) -> Tensor:
+        """Return the numbers, float32 `[..., N, K]`."""
+        k, table = self.codes.shape[-1], self.levels.table()
+        numbers = torch.empty(self.codes.shape, dtype=torch.float32)
+        parts = numbers.view(-1).split(_CODES_AT_A_TIME)
+        for part, codes in zip(parts, self.codes.flatten().split(_CODES_AT_A_TIME), strict=True):
+            torch.index_select(table, 0, codes.int(), out=part)
+        scales = self.scales.groups()
+        minimums = None if self.minimums is None else self.minimums.groups()
+        whole = k // self.group * self.group
+        ranges = [(slice(0, whole), slice(0, whole // self.group))] if whole else []
+        if whole < k:
+            ranges.append((slice(whole, k), slice(-1, None)))
+        for inputs, groups in ranges:
+            part = numbers[..., inputs].unflatten(-1, (scales[..., groups].shape[-1], -1))
+            part.mul_(scales[..., groups, None])
+            if minimums is not None:
+                part.sub_(minimums[..., groups, None])
+        return numbers
