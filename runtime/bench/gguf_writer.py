@@ -92,7 +92,9 @@ def write_gguf(checkpoint: Path, path: Path, stored_as: str | None = None) -> No
         if theirs is None:
             raise ValueError(f"{checkpoint}: llama.cpp has no name for {name}")
         file_shape = gguf.quants.quant_shape_to_byte_shape(shape, kind)
-        writer.add_tensor_info(theirs, file_shape, np.dtype(np.uint8), int(np.prod(file_shape)), kind)
+        writer.add_tensor_info(
+            theirs, file_shape, np.dtype(np.uint8), int(np.prod(file_shape)), kind
+        )
         entries.append((name, tensors, kind))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
