@@ -41,7 +41,7 @@ from ...profiling import ranges
 from ..bounded_repr import bounded_repr, bounded_text
 from ..config import EngineConfig
 from ..distributed.rank_group import GROUP_ENDED, Link, RankGroup
-from ..errors import ConfigError, RankError, StepgraphError, StepPreparationError
+from ..errors import CheckpointError, ConfigError, RankError, StepgraphError, StepPreparationError
 from ..execution.runner import DrafterCache, Runner, follow
 from ..execution.step_functions import compile_settings
 from ..execution.step_key import StepKey
@@ -572,7 +572,14 @@ def overwriting(
 
 def _overwrite(model: Decoder, new: OpenedSource, config: ResolvedConfig) -> None:
     assert isinstance(new.config, ModelConfig)
-    model.overwrite(new.weights(config.dtype, seed=config.seed, device=config.device))
+    kernels = new.kept_codes(model.kernels, config.dtype)
+    if kernels.codes != model.kernels.codes:
+        raise CheckpointError(
+            f"{new.place}: its weights are stored in other formats than this engine's, whose"
+            " tensors they would replace. Start a new engine for it"
+        )
+    weights = new.weights(config.dtype, kernels.codes, seed=config.seed, device=config.device)
+    model.overwrite(weights)
     model.config = new.config
 
 
@@ -713,7 +720,7 @@ def start_parts(
         opened = open_source(found, open_files)
         # What does not fit is refused before weights are read, and before kernels are built and
         # tested.
-        expected = planned_kernels(found.config, resolved)
+        expected = opened.kept_codes(planned_kernels(found.config, resolved), resolved.dtype)
         memory = share_of_memory(DeviceMemory.of(resolved.device), ranks)
         planned(expected, memory)
         found_drafter = find_engine_drafter(found, resolved, groups)
@@ -725,6 +732,7 @@ def start_parts(
         log = partial(logged_phase, phases, device=resolved.device)
         with log("kernels"):
             kernels = checked_kernels(found.config, resolved, group)
+        kernels = opened.kept_codes(kernels, resolved.dtype)
         # Kernels hold some of it.
         memory = share_of_memory(DeviceMemory.of(resolved.device), ranks)
         plan = planned(kernels, memory)
@@ -856,7 +864,7 @@ def _load(
         return loaded
     model = Decoder(source.config, *layout)
     weights = source.weights(
-        config.dtype, seed=config.seed, device=config.device, progress=progress
+        config.dtype, kernels.codes, seed=config.seed, device=config.device, progress=progress
     )
     model.store(weights)
     return model.eval()

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from .cpu.build import KernelLibrary
 from .ops.collectives import Collectives
 from .result_check import Fallback
-from .weights import MODEL, WeightStorage
+from .weights import MODEL, GroupedWeight, WeightStorage
 
 SamplerName = Literal["torch", "cpu", "triton"]
+Parts = Sequence[Tensor | GroupedWeight]
+"""Rows of a weight, one part after the other, each in the model's dtype or as codes."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,14 @@ class Kernels:
     """Creates a `DecodeStep` from such a stack and a `BoundModel`."""
     weights: WeightStorage = MODEL
     """How the weights of linear layers are stored; 8-bit weights have scales."""
+    pack_parts: Callable[[Parts, torch.dtype], Tensor] | None = None
+    """Packs a weight of a model in this dtype of which some parts are codes; None: weights are
+    decoded while they are loaded."""
+    parts_bytes: Callable[[Parts, torch.dtype], int | None] = lambda parts, dtype: None
+    """The bytes that `pack_parts` returns for parts on the device `meta`; None: no kernel takes
+    them, so they are decoded."""
+    codes: Mapping[str, int] = field(default_factory=dict)
+    """Bytes of the parameters, by name, that stay in the codes of their checkpoint."""
     fallbacks: tuple[Fallback, ...] = ()
     """Native operations that plain PyTorch replaces, and dependent launch if it was disabled."""
     dependent_launch: bool = True

@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from ..bounded_repr import bounded_repr, bounded_text
 from ..errors import CheckpointError, ConfigError, MemoryBudgetError, RequestError
-from ..kernels.weights import CHECKPOINT_FORMATS, CheckpointFormat
+from ..kernels.weights import CHECKPOINT_FORMATS, CheckpointFormat, GroupedWeight
 from ..models.config import DecoderConfig, ModelConfig
 from ..models.families import family_of
 from ..models.plan import Parameter, Source, fused_layout
@@ -82,6 +83,17 @@ CONFIG_BYTES = 4 << 20
 """Most bytes of a `config.json` or `generation_config.json`; published ones have some KiB."""
 _INDEX_BYTES = 128 << 20
 Shape = tuple[int, ...]
+_DTYPES = {
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+}
+"""By their safetensors names, of tensors that formats consist of."""
 
 
 class TensorHeader(NamedTuple):
@@ -151,8 +163,9 @@ class CheckpointReader:
         self._headers: dict[str, TensorHeader] = {}
         self._paths: dict[str, Path] = {}
         self._files: dict[Path, Any] = {}
-        self._joined: dict[str, tuple[CheckpointFormat, dict[str, str]]] = {}
-        """The format of a weight, and the names of its tensors by what they end with."""
+        self._joined: dict[str, tuple[CheckpointFormat, dict[str, str], dict[str, Tensor]]] = {}
+        """The format of a weight, and by what they end with the names of its tensors, and the
+        tensors on the device `meta`."""
         index = _weight_files(directory)
         try:
             for path in sorted(set(index.values())) or [directory / SINGLE_FILE]:
@@ -187,30 +200,43 @@ class CheckpointReader:
         return self._headers
 
     def formats(self) -> Counter[str]:
-        """Return the number of weights that are decoded while they are read, by format."""
-        return Counter(stored.name for stored, _ in self._joined.values())
+        """Return the number of weights that are stored as codes, by format."""
+        return Counter(stored.name for stored, *_ in self._joined.values())
 
-    def read(self, source: Source) -> torch.Tensor:
+    def read(self, source: Source) -> Tensor:
         """Return the rows of a source; they may share the mapped file's memory.
 
-        Of a weight in another format only these rows are decoded.
+        Of a weight that is stored as codes only these rows are decoded.
         """
-        assert source.name is not None, "zeros have no tensor"
+        found = self.stored(source)
+        return found.decode() if isinstance(found, GroupedWeight) else found
+
+    def stored(self, source: Source, *, meta: bool = False) -> Tensor | GroupedWeight:
+        """Return the rows of a source as the checkpoint stores them.
+
+        Args:
+            source: with a name; zeros have no tensor.
+            meta: whether to return tensors on the device `meta`, without reading any.
+        """
+        assert source.name is not None
         if source.name not in self._joined:
-            return source.read(self.tensor(source.name))
-        stored, names = self._joined[source.name]
-        tensors = {suffix: self.tensor(name) for suffix, name in names.items()}
+            if not meta:
+                return source.read(self.tensor(source.name))
+            return torch.empty(source.part_shape, device="meta")
+        stored, names, tensors = self._joined[source.name]
+        if not meta:
+            tensors = {suffix: self.tensor(name) for suffix, name in names.items()}
         try:
-            return stored.read(tensors, source.selection).decode()
+            return stored.read(tensors, source.selection)
         except ValueError as error:
             path = self._headers[source.name].file
             raise CheckpointError(f"{path}: {source.name} cannot be read: {error}") from error
 
-    def tensor(self, name: str) -> torch.Tensor:
+    def tensor(self, name: str) -> Tensor:
         """Return a tensor; it may share the mapped file's memory, so copy it to keep it."""
         path = self._paths[name]
         try:
-            tensor: torch.Tensor = self._files[path].get_tensor(name)
+            tensor: Tensor = self._files[path].get_tensor(name)
         except SafetensorError as error:
             raise CheckpointError(
                 f"{path}: {name} cannot be read: {bounded_text(error)}"
@@ -233,7 +259,11 @@ class CheckpointReader:
                 self._headers[weight] = TensorHeader(
                     stored.name, shape, headers[stored.suffixes[0]].file
                 )
-                self._joined[weight] = stored, names
+                tensors = {
+                    suffix: torch.empty(shape, dtype=_DTYPES[dtype], device="meta")
+                    for suffix, (dtype, shape, _) in headers.items()
+                }
+                self._joined[weight] = stored, names, tensors
 
     def _open(self, path: Path, index: Mapping[str, Path]) -> None:
         has_file(path)  # or raise: the library would block on a FIFO

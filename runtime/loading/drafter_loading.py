@@ -247,7 +247,8 @@ def new_drafter(
 ) -> DraftModel | _Head:
     """Return a drafter whose weights are not stored yet; arguments as of `load_drafter`."""
     assert group.layers == tuple(range(len(config.layers))), "all its layers are in one group"
-    kernels = replace(kernels, collectives=None)  # it has no sums over ranks
+    # It has no sums over ranks, and weights in the target's codes only where it shares them.
+    kernels = replace(kernels, collectives=None, codes={})
     if config.kind in _HEADS:
         return _HEADS[config.kind][1](config, target, kernels, group).eval()
     plan, device = within_window(config.plan, group.window), target.device

@@ -11,15 +11,19 @@ import hashlib
 import logging
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from ..bounded_repr import bounded_repr, bounded_text
 from ..errors import CheckpointError, ConfigError
+from ..kernels import Kernels
+from ..kernels.choice import Parts
+from ..kernels.weights import MODEL, GroupedWeight
 from ..models.config import DecoderConfig, ModelConfig
 from ..models.plan import Parameter, fused_layout, plan_of
 from ..models.presets import preset
@@ -179,33 +183,48 @@ def _hub_snapshot(repository: str, *, config_only: bool) -> Path:
 
 
 def iter_weights(
-    reader: CheckpointReader, config: ModelConfig, dtype: torch.dtype, *, progress: bool = False
-) -> Iterator[tuple[str, torch.Tensor]]:
+    reader: CheckpointReader,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    codes: Container[str] = (),
+    *,
+    progress: bool = False,
+) -> Iterator[tuple[str, Tensor | Parts]]:
     """Return an iterator over (our name, fused CPU tensor of `dtype`), in the layout's order.
 
-    Before it returns, `check_tensors` compares the checkpoint with the config. Tensors are made one
-    at a time and share no memory with the files, so the model is never in memory twice. With
-    `progress`, a bar is drawn on stderr if that is a terminal.
+    Of parameters in `codes` the parts are returned as the checkpoint stores them. Before it
+    returns, `check_tensors` compares the checkpoint with the config. Tensors are made one at a time
+    and share no memory with the files, so the model is never in memory twice. With `progress`, a
+    bar is drawn on stderr if that is a terminal.
     """
     layout = check_tensors(reader, config)
 
-    def read() -> Iterator[tuple[str, torch.Tensor]]:
+    def read() -> Iterator[tuple[str, Tensor | Parts]]:
         total = sum(math.prod(fused.shape) for fused in layout.values())
         done = 0
         with progress_bar("loading weights", shown=progress) as report:
-            for name, tensor in read_parameters(reader, layout.values(), dtype):
-                report(done := done + tensor.numel(), total)
-                yield name, tensor
-                del tensor  # before the next one is allocated
+            for name, weight in read_parameters(reader, layout.values(), dtype, codes):
+                report(done := done + math.prod(layout[name].shape), total)
+                yield name, weight
+                del weight  # before the next one is allocated
 
     return read()
 
 
 def read_parameters(
-    reader: CheckpointReader, parameters: Iterable[Parameter], dtype: torch.dtype
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, CPU tensor of `dtype`) of parameters whose tensors have been checked."""
+    reader: CheckpointReader,
+    parameters: Iterable[Parameter],
+    dtype: torch.dtype,
+    codes: Container[str] = (),
+) -> Iterator[tuple[str, Tensor | Parts]]:
+    """Yield (name, CPU tensor of `dtype`) of parameters whose tensors have been checked.
+
+    Of those in `codes` yield the parts, in the dtype or as codes.
+    """
     for parameter in parameters:
+        if parameter.name in codes:
+            yield parameter.name, _parts(reader, parameter, dtype)
+            continue
         tensor = torch.empty(parameter.shape, dtype=parameter.dtype or dtype)
         for source, part in parameter.parts(tensor):
             if source.name is None:
@@ -214,6 +233,21 @@ def read_parameters(
                 part.copy_(reader.read(source))
         yield parameter.name, tensor
         del tensor, part  # before the next one is allocated
+
+
+def _parts(
+    reader: CheckpointReader, parameter: Parameter, dtype: torch.dtype, *, meta: bool = False
+) -> Parts:
+    """Return the parts of a parameter as the checkpoint stores them; on `meta` none is read."""
+    parts: list[Tensor | GroupedWeight] = []
+    for source in parameter.sources:
+        part: Tensor | GroupedWeight
+        if source.name is None:
+            part = torch.zeros(source.shape, dtype=dtype, device="meta" if meta else None)
+        else:
+            part = reader.stored(source, meta=meta)
+        parts.append(part.to(dtype) if isinstance(part, Tensor) else part)
+    return parts
 
 
 def random_weights(
@@ -279,6 +313,31 @@ class OpenedSource:
         """Return the sampling defaults of an engine; see `EngineConfig.generation_config`."""
         return self.generation if generation_config == "auto" else NEUTRAL
 
+    def kept_codes(self, kernels: Kernels, dtype: torch.dtype) -> Kernels:
+        """Return the kernels with the parameters of this checkpoint that they take as codes.
+
+        A warning tells which formats are decoded.
+        """
+        if self.reader is None or not isinstance(self.config, ModelConfig):
+            return kernels
+        codes, decoded = {}, set[str]()
+        for name, parameter in check_tensors(self.reader, self.config).items():
+            stored = {self.reader.headers()[s].dtype for s in parameter.source_names}
+            if parameter.is_matrix and not stored.isdisjoint(self.reader.formats()):
+                parts = _parts(self.reader, parameter, dtype, meta=True)
+                size = None if kernels.weights != MODEL else kernels.parts_bytes(parts, dtype)
+                if size is None:
+                    decoded |= stored
+                else:
+                    codes[name] = size
+        if decoded and kernels.weights == MODEL:
+            logger.warning(
+                "weights in %s are decoded while they are loaded, and take as much memory as if"
+                " they were not quantised: kernels=%r does not multiply by their codes",
+                *(", ".join(sorted(decoded)), kernels.name),
+            )
+        return dataclasses.replace(kernels, codes=codes)
+
     def check_head(self) -> None:
         """Read the head and the embedding that it is tied to, if both are stored.
 
@@ -289,17 +348,24 @@ class OpenedSource:
             check_tied_head(self.reader)
 
     def weights(
-        self, dtype: torch.dtype, *, seed: int, device: torch.device, progress: bool = False
-    ) -> Iterator[tuple[str, torch.Tensor]]:
+        self,
+        dtype: torch.dtype,
+        codes: Container[str] = (),
+        *,
+        seed: int,
+        device: torch.device,
+        progress: bool = False,
+    ) -> Iterator[tuple[str, Tensor | Parts]]:
         """Return the weights one by one, as `iter_weights`.
 
-        `seed` and `device` are as in `random_weights`; stored weights are read to the CPU.
-        transformers loads the weights of its models itself.
+        `codes` names the parameters that are kept as codes (`Kernels.codes`). `seed` and `device`
+        are as in `random_weights`; stored weights are read to the CPU. transformers loads the
+        weights of its models itself.
         """
         assert isinstance(self.config, ModelConfig), "transformers loads its models"
         if self.reader is None:
             return random_weights(self.config, dtype, seed, device=device)
-        return iter_weights(self.reader, self.config, dtype, progress=progress)
+        return iter_weights(self.reader, self.config, dtype, codes, progress=progress)
 
 
 def open_source(found: Source, open_files: ExitStack) -> OpenedSource:
@@ -313,12 +379,6 @@ def open_source(found: Source, open_files: ExitStack) -> OpenedSource:
         reader = open_files.enter_context(CheckpointReader(found.directory))
         if isinstance(found.config, ModelConfig):
             check_tensors(reader, found.config, log_unused=True)
-            for name, count in reader.formats().items():
-                logger.warning(
-                    "%s: %d weights are stored in %s, which no kernel multiplies by: they are"
-                    " decoded, and take as much memory as if they were not quantised",
-                    *(found.name, count, name),
-                )
         else:
             plan = plan_of(found.config)
             operations = (*plan.operations, plan.norm, plan.head)

@@ -17,6 +17,7 @@ from ...cache.spec import LayerGroup, layouts
 from ..bounded_repr import bounded_text
 from ..errors import CheckpointError
 from ..kernels import DecodeStep, Experts, Kernels, LayerPlace, PackedMemory, RaggedBatch, Stack
+from ..kernels.choice import Parts
 from ..kernels.cpu.sampling import (
     cap_logits,
     reference_cap_logits,
@@ -237,25 +238,27 @@ class LayerStack(nn.Module):
         """Yield the parameters that `store` expects."""
         return self.plan.parameters()
 
-    def store(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def store(self, weights: Iterable[tuple[str, Tensor | Parts]]) -> None:
         """Store every weight, linear layers in the format of the kernels.
+
+        Weights in `Kernels.codes` are given as parts.
 
         Raises:
             CheckpointError: a weight to quantise holds NaN or infinity.
         """
         memory = self._packed_memory()
-        for name, tensor in weights:
-            module, stored = self._as_stored(name, tensor)
+        for name, weight in weights:
+            module, stored = self._as_stored(name, weight)
             if isinstance(module, Projection) and "weight" in stored:
                 module.dtype = self.dtype
                 if memory is not None:
                     stored["weight"] = memory.place(stored["weight"])
             for leaf, value in stored.items():
                 setattr(module, leaf, nn.Parameter(value, requires_grad=False))
-            del tensor, stored, value  # one that was quantised, before the next one is allocated
+            del weight, stored, value  # one that was quantised, before the next one is allocated
         self._make_native()
 
-    def overwrite(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def overwrite(self, weights: Iterable[tuple[str, Tensor | Parts]]) -> None:
         """Copy other weights of the same shapes into the tensors that `store` made.
 
         Their addresses, and with them captured graphs and compiled code, stay valid. If it raises,
@@ -264,27 +267,29 @@ class LayerStack(nn.Module):
         Raises:
             CheckpointError: as `store`.
         """
-        for name, tensor in weights:
-            module, stored = self._as_stored(name, tensor)
+        for name, weight in weights:
+            module, stored = self._as_stored(name, weight)
             for leaf, value in stored.items():
                 target: nn.Parameter = getattr(module, leaf)
                 assert target.shape == value.shape, name
                 target.data.copy_(value)
-            del tensor, stored, value  # before the next one is allocated
+            del weight, stored, value  # before the next one is allocated
 
     def _as_stored(
-        self, name: str, tensor: torch.Tensor
+        self, name: str, weight: Tensor | Parts
     ) -> tuple[nn.Module, dict[str, torch.Tensor]]:
         """Return the module of a weight, and the values of its attributes on the device."""
         path, _, leaf = name.rpartition(".")
         module = self.get_submodule(path)
         own = module.dtype if isinstance(module, Vector) else None
-        tensor = tensor.to(own or self.dtype)
-        if not isinstance(module, Projection) or leaf != "weight":
-            assert leaf in ("weight", "bias"), name
-            return module, {leaf: tensor.to(self.device)}
+        if isinstance(weight, Tensor):
+            weight = weight.to(own or self.dtype)
+            if not isinstance(module, Projection) or leaf != "weight":
+                assert leaf in ("weight", "bias"), name
+                return module, {leaf: weight.to(self.device)}
+        assert isinstance(module, Projection)
         try:
-            return module, module.as_stored(tensor, self.device)
+            return module, module.as_stored(weight, self.dtype, self.device)
         except ValueError as error:
             raise CheckpointError(self._unfit(name, error)) from error
 
@@ -293,8 +298,8 @@ class LayerStack(nn.Module):
         if self.kernels.pack is None or self.kernels.make_stack is None:
             return None
         sizes = [
-            module.stored_bytes(self.dtype)
-            for module in self.modules()
+            self.kernels.codes.get(f"{name}.weight", module.stored_bytes(self.dtype))
+            for name, module in self.named_modules()
             if isinstance(module, Projection)
         ]
         return PackedMemory(sum(sizes), len(sizes))

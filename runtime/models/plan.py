@@ -592,5 +592,7 @@ def parameter_bytes(parameter: Parameter, kernels: Kernels, dtype: torch.dtype) 
     """Return the bytes of a parameter as the kernels store it."""
     if not parameter.is_matrix:
         return parameter.elements * (parameter.dtype or dtype).itemsize
+    if parameter.name in kernels.codes:
+        return kernels.codes[parameter.name]
     rows, columns = parameter.shape
     return stored_bytes(kernels, rows, columns, dtype, parameter.matrices)

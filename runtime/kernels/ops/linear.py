@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..choice import Kernels
+from ..choice import Kernels, Parts
 from ..weights import dequantise
 from .operation import Binding, Operation, Run, ShardedLayer, on_part
 from .parameter import Parameter, cut
@@ -167,14 +167,29 @@ class Projection(nn.Module):
         self.dtype: torch.dtype | None = None
         """Of the weight as it was before it was quantised."""
 
-    def as_stored(self, weight: torch.Tensor, device: torch.device) -> dict[str, torch.Tensor]:
+    def as_stored(
+        self, weight: Tensor | Parts, dtype: torch.dtype, device: torch.device
+    ) -> dict[str, torch.Tensor]:
         """Return a weight `[out_features, in_features]`, quantised and packed as the kernels want.
+
+        Args:
+            weight: in the model's dtype, or as parts of which some are codes.
+            dtype: the model's.
+            device: where it is used.
 
         The result has the values of the attributes `weight` and, if it is quantised, `scales`. It
         is quantised on `device`, but packed by the processor.
 
         Raises ValueError for NaN or infinity in a weight to quantise, naming the row.
         """
+        if not isinstance(weight, Tensor):
+            assert self.kernels.pack_parts is not None, "`Kernels.codes` is empty"
+            matrices = len(weight) // self.matrices
+            packed = [
+                self.kernels.pack_parts(weight[first : first + matrices], dtype)
+                for first in range(0, len(weight), matrices)
+            ]
+            return {"weight": torch.cat(packed).to(device)}
         stored: dict[str, torch.Tensor] = {}
         if self.kernels.pack is None:
             weight = weight.to(device)

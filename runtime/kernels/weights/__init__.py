@@ -3,6 +3,7 @@
 from .awq import AWQ
 from .checkpoint_format import CheckpointFormat
 from .gptq import GPTQ
+from .grouped import GroupedWeight
 from .mxfp4 import MXFP4
 from .stored import FP8, INT8, MODEL, WeightStorage, dequantise
 
@@ -16,6 +17,7 @@ __all__ = [
     "MXFP4",
     "STORAGES",
     "CheckpointFormat",
+    "GroupedWeight",
     "WeightStorage",
     "dequantise",
 ]

@@ -61,7 +61,7 @@ def unpacked(words: Tensor, shifts: Sequence[int]) -> Tensor:
         words: 8 numbers each.
         shifts: lowest bit of each number of a word.
     """
-    numbers = torch.empty(*words.shape, len(shifts), dtype=torch.uint8)
+    numbers = torch.empty(*words.shape, len(shifts), dtype=torch.uint8, device=words.device)
     for i, shift in enumerate(shifts):  # one after the other: int32 takes four times as much
         numbers[..., i] = words >> shift & 15
     return numbers.flatten(-2)

@@ -53,7 +53,8 @@ class _GPTQ(CheckpointFormat):
     def grouped(self, stored: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         scales_GN, g_idx_K = stored[".scales"], stored[".g_idx"]
         groups, k = len(scales_GN), len(g_idx_K)
-        if not torch.equal(g_idx_K.long(), torch.arange(k) // (k // groups)):
+        ordered = torch.arange(k, device=g_idx_K.device) // (k // groups)
+        if not g_idx_K.is_meta and not torch.equal(g_idx_K.long(), ordered):
             raise ValueError(
                 f"its g_idx does not assign {k // groups} inputs after the other to each of "
                 f"{groups} groups; only weights quantised with desc_act = False are supported"

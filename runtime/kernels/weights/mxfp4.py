@@ -42,7 +42,9 @@ class _MXFP4(CheckpointFormat):
         """A scale of 255, which the format reserves, is 2**128."""
         blocks, exponents = grouped
         codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-3)
-        scales = torch.ldexp(torch.ones(exponents.shape), exponents.to(torch.int32) - _BIAS)
+        scales = torch.ldexp(
+            torch.ones_like(exponents, dtype=torch.float32), exponents.int() - _BIAS
+        )
         return GroupedWeight(DOUBLED_E2M1, codes, 2 * _BLOCK_BYTES, Scales(scales))
 
 

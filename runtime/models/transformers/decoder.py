@@ -291,7 +291,7 @@ class TransformersDecoder(nn.Module):
     ) -> None:
         """Store a weight as the kernels want it, in the tensors of an earlier one if there are."""
         try:
-            stored = projection.as_stored(weight, self.device)
+            stored = projection.as_stored(weight, self.dtype, self.device)
         except ValueError as error:
             raise CheckpointError(
                 f"{name} cannot be stored as {self.kernels.weights}: {error}; look at the"
