@@ -66,10 +66,11 @@ class TokenCheck:
                     reference.store(weights)
         else:
             model = engine.model_config
-            directory = resolve_source(source, model_impl="transformers").directory
             assert isinstance(model, TransformersConfig)
-            assert directory is not None
-            self._model = load_decoder(directory, model, *sizes)
+            with ExitStack() as open_files:
+                found = resolve_source(source, model_impl="transformers")
+                stored = open_source(found, open_files).for_transformers(config.dtype)
+                self._model = load_decoder(stored, model, *sizes)
 
     def check(
         self, prompts: Sequence[Sequence[int]], outputs: Sequence[Collection[tuple[int, ...]]]

@@ -563,8 +563,7 @@ def overwriting(
     """
     if isinstance(model, TransformersDecoder):
         assert isinstance(new.config, TransformersConfig)
-        assert new.reader is not None
-        loaded = load_model(new.reader.directory, new.config, config.dtype)
+        loaded = load_model(new.for_transformers(config.dtype), new.config, config.dtype)
         return partial(overwrite_decoder, model, loaded, new.config)
     assert isinstance(model, Decoder)
     return partial(_overwrite, model, new, config)
@@ -856,17 +855,15 @@ def _load(
 ) -> DecoderModel:
     layout = kernels, config.dtype, config.device, groups, config.storage
     if not isinstance(source.config, ModelConfig):
-        assert source.reader is not None
         assert isinstance(source.config, TransformersConfig)
-        loaded = load_decoder(source.reader.directory, source.config, *layout)
+        weights = source.for_transformers(config.dtype)
+        loaded = load_decoder(weights, source.config, *layout)
         if not config.compiled:  # compiled code has one scope
             add_scopes(loaded.model, source.config.probe)
         return loaded
     model = Decoder(source.config, *layout)
-    weights = source.weights(
-        config.dtype, kernels.codes, seed=config.seed, device=config.device, progress=progress
-    )
-    model.store(weights)
+    sizes = config.dtype, kernels.codes
+    model.store(source.weights(*sizes, seed=config.seed, device=config.device, progress=progress))
     return model.eval()
 
 

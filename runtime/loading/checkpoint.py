@@ -20,19 +20,19 @@ from torch import Tensor
 
 from ..bounded_repr import bounded_repr, bounded_text
 from ..errors import CheckpointError, ConfigError, MemoryBudgetError, RequestError
-from ..kernels.weights import CHECKPOINT_FORMATS, CheckpointFormat, GroupedWeight
+from ..kernels.weights import CheckpointFormat, GroupedWeight, Header, checkpoint_formats
 from ..models.config import DecoderConfig, ModelConfig
 from ..models.families import family_of
 from ..models.plan import Parameter, Source, fused_layout
 from ..models.transformers.config import read_transformers_config
 from ..sampling_params import NEUTRAL, SamplingDefaults, SamplingParams
 from .checkpoint_files import (
+    CONFIG_BYTES,
     has_file,
     no_checkpoint,
     no_weights,
-    quantised_by,
     read_json_object,
-    refuse_other_formats,
+    read_model_config,
 )
 
 # Reads the sampling defaults of a model from its `generation_config.json`.
@@ -79,8 +79,6 @@ def read_sampling_defaults(directory: Path) -> SamplingDefaults:
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _LFS_MAGIC = b"version https://git-lfs"
-CONFIG_BYTES = 4 << 20
-"""Most bytes of a `config.json` or `generation_config.json`; published ones have some KiB."""
 _INDEX_BYTES = 128 << 20
 Shape = tuple[int, ...]
 _DTYPES = {
@@ -88,10 +86,12 @@ _DTYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "I64": torch.int64,
     "I32": torch.int32,
     "I8": torch.int8,
     "U8": torch.uint8,
+    "U32": torch.uint32,
 }
 """By their safetensors names, of tensors that formats consist of."""
 
@@ -123,8 +123,7 @@ def read_config(directory: Path, model_impl: str = "auto") -> DecoderConfig:
     generation = None
     if has_file(generation_path):
         generation = read_json_object(generation_path, CONFIG_BYTES)
-    config = read_json_object(path, CONFIG_BYTES)
-    refuse_other_formats(directory, config)
+    config = read_model_config(directory)
     try:
         if model_impl == "transformers":
             return read_transformers_config(directory, config, generation)
@@ -148,6 +147,25 @@ def read_config(directory: Path, model_impl: str = "auto") -> DecoderConfig:
         raise CheckpointError(f"{path}: {error}", code=error.code) from error
 
 
+class _Quantised(NamedTuple):
+    """A weight that is stored as codes."""
+
+    format: CheckpointFormat
+    names: dict[str, str]
+    """Of its tensors, by what they end with."""
+    on_meta: dict[str, Tensor]
+    """Its tensors on the device `meta`, likewise."""
+
+
+def _formats(settings: object) -> tuple[CheckpointFormat, ...]:
+    """Return the formats of a `quantization_config`; none if it is of another kind, which is
+    refused when the config is read."""
+    try:
+        return checkpoint_formats(settings if isinstance(settings, Mapping) else {})
+    except ValueError:
+        return ()
+
+
 class CheckpointReader:
     """The tensors of a checkpoint directory: one safetensors file, or shards with an index.
 
@@ -163,9 +181,8 @@ class CheckpointReader:
         self._headers: dict[str, TensorHeader] = {}
         self._paths: dict[str, Path] = {}
         self._files: dict[Path, Any] = {}
-        self._joined: dict[str, tuple[CheckpointFormat, dict[str, str], dict[str, Tensor]]] = {}
-        """The format of a weight, and by what they end with the names of its tensors, and the
-        tensors on the device `meta`."""
+        self._quantised: dict[str, _Quantised] = {}
+        """The weights that are stored as codes, by name."""
         index = _weight_files(directory)
         try:
             for path in sorted(set(index.values())) or [directory / SINGLE_FILE]:
@@ -175,8 +192,10 @@ class CheckpointReader:
                     raise CheckpointError(
                         f"{path} does not hold {bounded_text(name)}, which the index expects"
                     )
-            for stored in CHECKPOINT_FORMATS:
-                self._join(stored)
+            if has_file(directory / "config.json"):
+                settings = read_model_config(directory).get("quantization_config")
+                for found in _formats(settings):
+                    self._join(found)
         except (CheckpointError, MemoryBudgetError):
             self.close()
             raise
@@ -201,7 +220,7 @@ class CheckpointReader:
 
     def formats(self) -> Counter[str]:
         """Return the number of weights that are stored as codes, by format."""
-        return Counter(stored.name for stored, *_ in self._joined.values())
+        return Counter(weight.format.name for weight in self._quantised.values())
 
     def read(self, source: Source) -> Tensor:
         """Return the rows of a source; they may share the mapped file's memory.
@@ -219,18 +238,29 @@ class CheckpointReader:
             meta: whether to return tensors on the device `meta`, without reading any.
         """
         assert source.name is not None
-        if source.name not in self._joined:
+        if source.name not in self._quantised:
             if not meta:
                 return source.read(self.tensor(source.name))
             return torch.empty(source.part_shape, device="meta")
-        stored, names, tensors = self._joined[source.name]
+        header, weight = self._headers[source.name], self._quantised[source.name]
+        tensors = weight.on_meta
         if not meta:
-            tensors = {suffix: self.tensor(name) for suffix, name in names.items()}
+            tensors = {suffix: self.tensor(name) for suffix, name in weight.names.items()}
         try:
-            return stored.read(tensors, source.selection)
+            return weight.format.read(tensors, header.shape, source.selection)
         except ValueError as error:
-            path = self._headers[source.name].file
-            raise CheckpointError(f"{path}: {source.name} cannot be read: {error}") from error
+            raise CheckpointError(
+                f"{header.file}: {source.name} cannot be read: {error}"
+            ) from error
+
+    def decoded(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Return all tensors, weights that are stored as codes in this dtype."""
+        return {
+            name: self.read(Source(name, header.shape)).to(dtype)
+            if name in self._quantised
+            else self.tensor(name)
+            for name, header in self._headers.items()
+        }
 
     def tensor(self, name: str) -> Tensor:
         """Return a tensor; it may share the mapped file's memory, so copy it to keep it."""
@@ -245,25 +275,26 @@ class CheckpointReader:
 
     def _join(self, stored: CheckpointFormat) -> None:
         """Replace the headers of the tensors of each weight in a format by one of the weight."""
-        for name in [name for name in self._headers if name.endswith(stored.suffixes[0])]:
-            prefix = name.removesuffix(stored.suffixes[0])
-            names = {suffix: prefix + suffix for suffix in stored.suffixes}
+        first = stored.suffixes[0]
+        for prefix in [n.removesuffix(first) for n in self._headers if n.endswith(first)]:
+            suffixes = [s for s in stored.optional if prefix + s in self._headers]
+            names = {suffix: prefix + suffix for suffix in (*stored.suffixes, *suffixes)}
             if not self._headers.keys() >= set(names.values()):
                 continue
-            headers = {suffix: self._headers[name] for suffix, name in names.items()}
-            shape = stored.shape({suffix: header[:2] for suffix, header in headers.items()})
-            if shape is not None:
-                for part in names.values():
-                    del self._headers[part]
-                weight = prefix + stored.weight_suffix
-                self._headers[weight] = TensorHeader(
-                    stored.name, shape, headers[stored.suffixes[0]].file
-                )
-                tensors = {
-                    suffix: torch.empty(shape, dtype=_DTYPES[dtype], device="meta")
-                    for suffix, (dtype, shape, _) in headers.items()
-                }
-                self._joined[weight] = stored, names, tensors
+            headers = {s: Header(*self._headers[name][:2]) for s, name in names.items()}
+            shape = stored.shape(prefix, headers, lambda suffix: self.tensor(prefix + suffix))  # noqa: B023
+            if shape is None:
+                continue
+            file = self._headers[names[first]].file
+            for suffix in (*names, *stored.ignored):
+                self._headers.pop(prefix + suffix, None)
+            weight = prefix + stored.weight_suffix
+            self._headers[weight] = TensorHeader(stored.name, shape, file)
+            on_meta = {
+                suffix: torch.empty(header.shape, dtype=_DTYPES[header.dtype], device="meta")
+                for suffix, header in headers.items()
+            }
+            self._quantised[weight] = _Quantised(stored, names, on_meta)
 
     def _open(self, path: Path, index: Mapping[str, Path]) -> None:
         has_file(path)  # or raise: the library would block on a FIFO
@@ -276,8 +307,6 @@ class CheckpointReader:
                 view = file.get_slice(name)
                 self._paths[name] = path
                 header = TensorHeader(str(view.get_dtype()), tuple(view.get_shape()), path)
-                if header.dtype == "U32" and (file.metadata() or {}).get("format") == "mlx":
-                    raise quantised_by("mlx", path)
                 self._headers[name] = header
         except (OSError, MemoryError, SafetensorError) as error:
             if isinstance(error, MemoryError) or f"os error {errno.ENOMEM}" in str(error):
@@ -331,7 +360,7 @@ _LAYER_NAME = re.compile(r"model\.layers\.(\d{1,9})\.")
 _EXPERT_NAME = re.compile(r"(.*\.experts)\.(\d+)\..*")
 _MODULE_NAME = re.compile(r".*?\.(?=\d)|.*\.")
 """What the name of a tensor begins with: the list that its layer is in, or else its module."""
-_LOADABLE_DTYPES = frozenset({"F32", "BF16", "F16", *(f.name for f in CHECKPOINT_FORMATS)})
+_LOADABLE_DTYPES = frozenset({"F32", "BF16", "F16"})
 _PROBLEMS_SHOWN = 10
 _EXPERTS_SHOWN = 8
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -361,10 +390,12 @@ def check_tensors(
     expected = _sources(whole)
     modules = {match[0] for match in map(_MODULE_NAME.match, expected) if match is not None}
 
+    loadable = _LOADABLE_DTYPES | reader.formats().keys()
+
     def is_other(name: str) -> bool:
         """Whether a decoder with weights in these modules needs no such tensor."""
         module = _MODULE_NAME.match(name)
-        is_weight = headers[name].dtype in _LOADABLE_DTYPES
+        is_weight = headers[name].dtype in loadable
         return not is_weight or module is None or module[0] not in modules
 
     check_layout(reader, whole, lambda name: _is_unused(name, config) or is_other(name))
@@ -380,12 +411,13 @@ def check_tensors(
 
 def check_dtypes(reader: CheckpointReader, parameters: Iterable[Parameter]) -> None:
     """Raise `CheckpointError` for the first tensor of a parameter whose dtype is not supported."""
+    loadable = _LOADABLE_DTYPES | reader.formats().keys()
     for name in (source.name for parameter in parameters for source in parameter.sources):
         header = reader.headers().get(name or "")
-        if header is not None and header.dtype not in _LOADABLE_DTYPES:
+        if header is not None and header.dtype not in loadable:
             raise CheckpointError(
                 f"{name} in {header.file} is {header.dtype}, supported: "
-                + ", ".join(sorted(_LOADABLE_DTYPES))
+                + ", ".join(sorted(loadable))
             )
 
 
@@ -397,14 +429,15 @@ def check_layout(
     Raises `CheckpointError` for all missing and unexpected tensors, wrong shapes and dtypes.
     """
     headers, expected = reader.headers(), _sources(layout)
+    loadable = _LOADABLE_DTYPES | reader.formats().keys()
     problems = list(_missing({n: shape for n, shape in expected.items() if n not in headers}))
     for name in filter(headers.__contains__, expected):
         header = headers[name]
         if header.shape != expected[name]:
             found = _shown_shape(header.shape)
             problems.append(f"shape: {name} expected {list(expected[name])}, found {found}")
-        elif header.dtype not in _LOADABLE_DTYPES:
-            supported = ", ".join(sorted(_LOADABLE_DTYPES))
+        elif header.dtype not in loadable:
+            supported = ", ".join(sorted(loadable))
             problems.append(
                 f"dtype: {name} in {header.file.name} is {header.dtype}, supported: {supported}"
             )
@@ -474,10 +507,14 @@ def _missing(absent: Mapping[str, Shape]) -> Iterator[str]:
         yield f"missing: tensors of experts {', '.join(shown)}{more} in {module}"
 
 
+_UNUSED = ("rotary_emb.inv_freq", ".k_scale", ".v_scale", ".q_scale", ".output_scale")
+"""Ends of the names of tensors that no layout has: frequencies, and scales of 8-bit caches."""
+
+
 def _is_unused(name: str, config: ModelConfig) -> bool:
     """Whether a tensor without a place in the layout is left out on purpose."""
     # Frequencies are computed from the config; with tied embeddings the head is a copy.
-    if name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and name == _HEAD):
+    if name.endswith(_UNUSED) or (config.tie_word_embeddings and name == _HEAD):
         return True
     mtp = config.family.mtp
     return mtp is not None and mtp.holds(name, config.num_layers)

@@ -150,29 +150,37 @@ def _without(subject: str, path: Path, code: str) -> CheckpointError:
     )
 
 
-def refuse_other_formats(directory: Path, config: Mapping[str, Any]) -> None:
-    """Refuse directories with `config.json` whose weights mean something else than they seem to.
+def read_model_config(directory: Path) -> dict[str, Any]:
+    """Return `config.json`, with quantised weights described as transformers describes them.
 
-    Raises `CheckpointError` for an adapter, or weights in a quantised format that the config of a
-    model does not name as transformers does.
+    `quantization_config` is also made from `compression_config` (older compressed-tensors),
+    `quantization` (MLX) and `hf_quant_config.json` (older ModelOpt).
+
+    Raises:
+        CheckpointError: a file is damaged, or the directory holds an adapter.
     """
+    config = read_json_object(directory / "config.json", CONFIG_BYTES)
     if has_file(directory / "adapter_config.json"):
         raise _PEFT.refusal(directory)
-    if config.get("compression_config") is not None:
-        raise quantised_by("compressed-tensors", directory)
-    settings = config.get("quantization", config.get("quantization_config"))
-    if isinstance(settings, Mapping) and settings.keys() & _MLX_KEYS == {"group_size"}:
-        raise quantised_by("mlx", directory)
+    settings = config.get("quantization_config")
+    if settings is None and (text := config.get("text_config")) and isinstance(text, dict):
+        settings = text.get("quantization_config")
+    if settings is None and (compression := config.get("compression_config")) is not None:
+        settings = _named("compressed-tensors", compression)
+    mlx = config.get("quantization", settings)
+    if isinstance(mlx, Mapping) and mlx.keys() & _MLX_KEYS == {"group_size"}:
+        settings = _named("mlx", mlx)
     path = directory / "hf_quant_config.json"
-    if config.get("quantization_config") is None and has_file(path):
-        settings = read_json_object(path, 1 << 20).get("quantization")
-        if not isinstance(settings, Mapping) or settings.get("quant_algo") is not None:
-            raise quantised_by("modelopt", directory)
+    if settings is None and has_file(path):
+        found = _named("modelopt", read_json_object(path, CONFIG_BYTES).get("quantization"))
+        settings = found if found.get("quant_algo") is not None else None  # or of the cache alone
+    return config if settings is None else config | {"quantization_config": settings}
 
 
+def _named(method: str, settings: object) -> dict[str, Any]:
+    return {**(settings if isinstance(settings, Mapping) else {}), "quant_method": method}
+
+
+CONFIG_BYTES = 4 << 20
+"""Most bytes of a `config.json` or `generation_config.json`; published ones have some KiB."""
 _MLX_KEYS = {"group_size", "quant_method"}
-
-
-def quantised_by(code: str, path: Path) -> CheckpointError:
-    """Return the error for weights that another library quantised."""
-    return _Format(code, f"weights quantised by {code}").refusal(path)

@@ -36,8 +36,8 @@ from ..models.drafters.feature_head import (
 )
 from ..models.families import Json
 from ..models.plan import model_plan
-from .checkpoint import CONFIG_BYTES, CheckpointReader, check_layout
-from .checkpoint_files import has_file, no_checkpoint, read_json_object
+from .checkpoint import CheckpointReader, check_layout
+from .checkpoint_files import CONFIG_BYTES, has_file, no_checkpoint, read_json_object
 from .loader import (
     PRESET_PREFIX,
     Source,

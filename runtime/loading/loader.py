@@ -338,6 +338,11 @@ class OpenedSource:
             )
         return dataclasses.replace(kernels, codes=codes)
 
+    def for_transformers(self, dtype: torch.dtype) -> Path | dict[str, Tensor]:
+        """Return the directory, or all tensors if some are stored as codes, which are decoded."""
+        assert self.reader is not None, "presets are native"
+        return self.reader.decoded(dtype) if self.reader.formats() else self.reader.directory
+
     def check_head(self) -> None:
         """Read the head and the embedding that it is tied to, if both are stored.
 

@@ -11,7 +11,7 @@ from ..arguments import Range, check_fields
 from ..bounded_repr import bounded_repr
 from ..errors import CheckpointError, ConfigError
 from ..kernels.ops.attention import AttentionTemperature
-from ..kernels.weights import CHECKPOINT_FORMATS, MXFP4, CheckpointFormat
+from ..kernels.weights import QUANT_METHODS, checkpoint_formats
 from .families import (
     CONFIG_KEYS,
     FAMILIES,
@@ -655,8 +655,7 @@ class ModelConfig(DecoderConfig):
         quantized weights) and for missing, mistyped or contradictory fields.
         """
         model_type, family = family_of(config)
-        mxfp4 = family.experts is not None and family.experts.mxfp4
-        check_quantisation(config, [f for f in CHECKPOINT_FORMATS if mxfp4 or f is not MXFP4])
+        check_quantisation(config)
         if read_optional(config, "use_bidirectional_attention", bool):
             raise CheckpointError("use_bidirectional_attention is set; only causal models decode")
         try:
@@ -704,26 +703,21 @@ def _in_vocabulary(tokens: Json, config: Json, family: Family) -> Json:
     return found
 
 
-def check_quantisation(config: Mapping[str, Any], formats: Sequence[CheckpointFormat]) -> None:
-    """Raise `CheckpointError` for weights stored quantised in another format than these."""
-    options = config.get("quantization_config")
-    if options is None:
+def check_quantisation(config: Mapping[str, Any]) -> None:
+    """Raise `CheckpointError` for weights that are quantised in a way that is not read."""
+    settings = config.get("quantization_config")
+    if settings is None:
         return
-    method = options.get("quant_method") if isinstance(options, Mapping) else None
-    reason = f"quant_method = {bounded_repr(method, 60)}"
-    for found in formats:
-        if found.name == method:
-            obstacle = found.obstacle(options)
-            if obstacle is None:
-                return
-            reason += f" and {obstacle}"
-    readable = ", ".join([*DTYPES, *(found.name for found in formats)])
-    raise CheckpointError(
-        f"the checkpoint is quantized (quantization_config has {reason}); this model is read from"
-        f" checkpoints in {readable}. Use the original checkpoint, or save a dequantized one with"
-        " transformers; EngineConfig(weight_dtype='int8') quantizes it while it is loaded",
-        code="quantized",
-    )
+    try:
+        checkpoint_formats(settings if isinstance(settings, Mapping) else {})
+    except ValueError as error:
+        raise CheckpointError(
+            f"the checkpoint is quantized (quantization_config has {error}); the methods"
+            f" {', '.join(QUANT_METHODS)} are read. Use the original checkpoint, or save a"
+            " dequantized one with transformers; EngineConfig(weight_dtype='int8') quantizes it"
+            " while it is loaded",
+            code="quantized",
+        ) from error
 
 
 def token_ids(config: Mapping[str, Any]) -> tuple[int, ...]:

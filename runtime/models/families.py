@@ -221,8 +221,6 @@ class ExpertTraits:
     """Experts have biases: stacked tensors with the suffix `_bias`."""
     correction: str = ""
     """Name of the correction of scores for the choice of experts; empty: there is none."""
-    mxfp4: bool = False
-    """Checkpoints may store experts in mxfp4."""
     scaled_inputs: bool = False
     """Scores multiply the input of an expert, not its output (Llama 4)."""
 
@@ -673,7 +671,6 @@ GPT_OSS = ExpertTraits(
     ),
     router_bias=True,
     biases=True,
-    mxfp4=True,
 )
 
 DEEPSEEK_V2 = ExpertTraits(

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 from stepgraph.runtime import CheckpointError
 from stepgraph.runtime.loading.checkpoint import CheckpointReader
+from stepgraph.runtime.loading.checkpoint_files import read_model_config
 from stepgraph.runtime.loading.drafter_loading import find_drafter
 from stepgraph.runtime.loading.loader import read_config, resolve_source
 
@@ -40,12 +41,9 @@ BESIDE: dict[str, tuple[str, Files, Files]] = {
     "tensorflow": ("no_weights", {}, {"tf_model.h5": b""}),
     "no weights": ("no_weights", {}, {}),
     "shards without index": ("no_weights", {}, {"model-00001-of-00002.safetensors": TENSORS}),
-    "mlx": ("mlx", {"quantization": {"group_size": 64, "bits": 4}}, {}),
-    "mlx, newer": ("mlx", {"quantization_config": {"group_size": 64, "bits": 4}}, {}),
-    "modelopt": ("modelopt", {}, {"hf_quant_config.json": MODEL_OPT}),
-    "compressed-tensors, older": ("compressed-tensors", {"compression_config": {}}, {}),
-    "gptq": ("quantized", {"quantization_config": {"quant_method": "gptq", "bits": 8}}, {}),
-    "bitsandbytes": ("quantized", {"quantization_config": {"quant_method": "bitsandbytes"}}, {}),
+    "gptq": ("quantized", {"quantization_config": {"quant_method": "gptq", "bits": 3}}, {}),
+    "hqq": ("quantized", {"quantization_config": {"quant_method": "hqq"}}, {}),
+    "no method": ("quantized", {"quantization_config": 4}, {}),
 }
 """Directories with the `config.json` of a model, and changes of it."""
 
@@ -107,12 +105,22 @@ def test_formats_of_files(tmp_path: Path, name: str, content: Any, expected: str
         assert code(lambda source=source: resolve_source(source)) == expected  # type: ignore[misc]
 
 
-def test_formats_in_a_header(base: TinyModel, tmp_path: Path) -> None:
-    """MLX names itself in the metadata of its files."""
-    write(tmp_path, {"config.json": json.loads((base.directory / "config.json").read_text())})
-    packed = {"model.layers.0.mlp.up_proj.weight": torch.zeros(8, 4, dtype=torch.uint32)}
-    save_file(packed, tmp_path / "model.safetensors", metadata={"format": "mlx"})
-    assert code(lambda: opened(tmp_path, "auto")) == "mlx"
+@pytest.mark.parametrize(
+    ("method", "changes", "files"),
+    [
+        ("mlx", {"quantization": {"group_size": 64, "bits": 4}}, {}),
+        ("mlx", {"quantization_config": {"group_size": 64, "bits": 4}}, {}),
+        ("modelopt", {}, {"hf_quant_config.json": MODEL_OPT}),
+        ("compressed-tensors", {"compression_config": {"format": "pack-quantized"}}, {}),
+        ("fp8", {"text_config": {"quantization_config": {"quant_method": "fp8"}}}, {}),
+    ],
+)
+def test_methods_that_a_config_says_in_another_way(
+    base: TinyModel, tmp_path: Path, method: str, changes: Files, files: Files
+) -> None:
+    config = json.loads((base.directory / "config.json").read_text())
+    write(tmp_path, files | {"config.json": config | changes})
+    assert read_model_config(tmp_path)["quantization_config"]["quant_method"] == method
 
 
 def test_formats_of_the_cache_alone_are_accepted(base: TinyModel, tmp_path: Path) -> None:

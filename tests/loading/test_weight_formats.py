@@ -1,8 +1,7 @@
-"""Checkpoints in AWQ, GPTQ and mxfp4: the engine has the logits of the dequantised model."""
+"""Quantised checkpoints: an engine has the logits of the dequantised model."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import shutil
 from collections.abc import Callable, Iterable
@@ -18,7 +17,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from stepgraph.runtime.errors import CheckpointError
 from stepgraph.runtime.kernels.ops.parameter import HeadRows, Narrowed, Selection, Slice
-from stepgraph.runtime.kernels.weights import AWQ, GPTQ, MXFP4, CheckpointFormat
+from stepgraph.runtime.kernels.weights import Header, checkpoint_formats
+from stepgraph.runtime.kernels.weights.float4 import GPT_OSS
+from stepgraph.runtime.kernels.weights.grouped import NF4
 from stepgraph.runtime.loading.checkpoint import read_config
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -28,44 +29,245 @@ from ..rigs.engine_rig import opened
 from ..rigs.sharding_steps import plain_kernels, sharded_runs, whole_run
 from ..rigs.tiny_models import TinyModel
 
-ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+Stored = tuple[dict[str, Tensor], Tensor]
+"""The tensors of a weight by suffix, and the weight in float64."""
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """The output that each 4 bits of a word hold, from the lowest on."""
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6]).double()
 
 
-def packed(codes: np.ndarray[Any, Any], order: Iterable[int] = range(8)) -> Tensor:
-    """Words of 8 consecutive columns, one code after the other."""
-    rows, outputs = codes.shape
-    words = np.zeros((rows, outputs // 8), dtype=np.uint32)
-    for place, output in enumerate(order):
-        words |= codes[:, output::8].astype(np.uint32) << np.uint32(4 * place)
+def words_of(codes: np.ndarray[Any, Any], bits: int = 4, order: Iterable[int] = ()) -> Tensor:
+    """int32 words of consecutive columns, one code after the other."""
+    count = 32 // bits
+    words = np.zeros((len(codes), codes.shape[1] // count), dtype=np.uint32)
+    for place, column in enumerate(order or range(count)):
+        words |= codes[:, column::count].astype(np.uint32) << np.uint32(bits * place)
     return torch.from_numpy(words.view(np.int32))
 
 
-def quantised(
-    stored_as: CheckpointFormat,
+def nibbles_of(codes: np.ndarray[Any, Any]) -> Tensor:
+    """Bytes of two columns each, the first one in the lower bits."""
+    return torch.from_numpy((codes[:, ::2] | codes[:, 1::2] << 4).astype(np.uint8))
+
+
+def scales_of(rng: np.random.Generator, *shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
+    return torch.from_numpy(rng.uniform(0.005, 0.02, shape)).to(dtype)
+
+
+def over(numbers: Any, scales: Tensor, group: int, zeros: Any = 0) -> Tensor:
+    """The weight in float64, of numbers, and scales and zero points of groups of columns."""
+    of_column = np.arange(numbers.shape[1]) // group
+    zeros = zeros[:, of_column] if isinstance(zeros, np.ndarray) else zeros
+    return torch.as_tensor(numbers - zeros).double() * scales.double()[:, of_column]
+
+
+def awq(rng: np.random.Generator, n: int, k: int, group: int) -> Stored:
+    codes, zeros = rng.integers(0, 16, (n, k)), rng.integers(0, 16, (n, k // group))
+    scales = scales_of(rng, n, k // group)
+    tensors = {
+        ".qweight": words_of(codes.T, order=AWQ_ORDER),
+        ".qzeros": words_of(zeros.T, order=AWQ_ORDER),
+        ".scales": scales.T,
+    }
+    return tensors, over(codes, scales, group, zeros)
+
+
+def gptq(
+    rng: np.random.Generator,
     n: int,
     k: int,
     group: int,
-    seed: int,
-    dtype: torch.dtype = torch.float16,
-) -> tuple[dict[str, Tensor], Tensor]:
-    """Random tensors of a weight by suffix, and the weight in float64."""
-    rng = np.random.default_rng(seed)
-    codes, zeros = rng.integers(0, 16, (k, n)), rng.integers(0, 16, (k // group, n))
-    scales = torch.from_numpy(rng.uniform(0.01, 0.05, zeros.shape)).to(dtype)
-    of_input = np.arange(k) // group
-    weight = (codes - zeros[of_input]) * scales.double().numpy()[of_input]
-    if stored_as is GPTQ:
-        words, zero_words = packed(codes.T).T.contiguous(), packed(zeros) - 0x11111111
-    else:
-        words, zero_words = packed(codes, ORDER), packed(zeros, ORDER)
-    tensors = {".qweight": words, ".qzeros": zero_words, ".scales": scales}
-    if stored_as is GPTQ:
-        tensors[".g_idx"] = torch.from_numpy(of_input.astype(np.int32))
-    return tensors, torch.from_numpy(weight.T.copy())
+    *,
+    bits: int = 4,
+    offset: int = 1,
+    g_idx: str = "ordered",
+) -> Stored:
+    codes = rng.integers(0, 1 << bits, (n, k))
+    zeros = rng.integers(0, 1 << bits, (n, k // group))
+    scales = scales_of(rng, n, k // group)
+    ones = sum(offset << shift for shift in range(0, 32, bits))
+    of_column = np.arange(k) // group
+    if g_idx == "reordered":
+        rng.shuffle(of_column)
+    weight = (codes - zeros[:, of_column]) * scales.double().numpy()[:, of_column]
+    tensors = {
+        ".qweight": words_of(codes, bits).T,
+        ".qzeros": words_of(zeros.T, bits) - ones,
+        ".scales": scales.T,
+    }
+    if g_idx != "none":
+        tensors[".g_idx"] = torch.from_numpy(of_column.astype(np.int32))
+    return tensors, torch.from_numpy(weight)
 
 
-Change = Callable[[str, Tensor], tuple[dict[str, Tensor], Tensor] | None]
+def pack_quantized(
+    rng: np.random.Generator, n: int, k: int, group: int, *, bits: int = 4, zeros: bool = False
+) -> Stored:
+    codes, scales = rng.integers(0, 1 << bits, (n, k)), scales_of(rng, n, k // group)
+    tensors = {
+        ".weight_packed": words_of(codes, bits),
+        ".weight_scale": scales,
+        ".weight_shape": torch.tensor([n, k]),
+    }
+    if not zeros:
+        return tensors, over(codes, scales, group, 1 << bits - 1)
+    points = rng.integers(0, 1 << bits, (n, k // group))
+    tensors[".weight_zero_point"] = words_of(points.T, bits).T
+    return tensors, over(codes, scales, group, points)
+
+
+def mlx(rng: np.random.Generator, n: int, k: int, group: int, *, bits: int = 4) -> Stored:
+    codes, scales = rng.integers(0, 1 << bits, (n, k)), scales_of(rng, n, k // group)
+    biases = scales_of(rng, n, k // group) - 0.01
+    tensors = {
+        ".weight": words_of(codes, bits).view(torch.uint32),
+        ".scales": scales,
+        ".biases": biases,
+    }
+    added = biases.double()[:, np.arange(k) // group]
+    return tensors, over(codes, scales, group) + added
+
+
+def float8(rng: np.random.Generator, n: int, k: int) -> Tensor:
+    return torch.from_numpy(rng.normal(size=(n, k)) * 4).to(torch.float8_e4m3fn)
+
+
+def fp8(rng: np.random.Generator, n: int, k: int, block: int) -> Stored:
+    data = float8(rng, n, k)
+    scales = scales_of(rng, -(-n // block), -(-k // block), dtype=torch.float32)
+    of_rows = scales.repeat_interleave(block, 0)[:n]
+    stored = {".weight": data, ".weight_scale_inv": scales}
+    return stored, over(data.double(), of_rows, block)
+
+
+def fp8_of_tensor(
+    rng: np.random.Generator, n: int, k: int, _: int, *, suffix: str = ".weight_scale"
+) -> Stored:
+    data, scale = float8(rng, n, k), scales_of(rng, 1, dtype=torch.float32)[0]
+    stored = {".weight": data, suffix: scale, ".input_scale": torch.tensor(1.0)}
+    return stored, data.double() * scale.double()
+
+
+def rows8(rng: np.random.Generator, n: int, k: int, _: int, *, suffix: str, factor: int) -> Stored:
+    data = torch.from_numpy(rng.integers(-127, 128, (n, k)).astype(np.int8))
+    scales = scales_of(rng, n, 1, dtype=torch.float32) / 100
+    scales, kept = scales * factor, scales
+    stored = {".weight": data, suffix: scales if factor == 1 else scales[:, 0]}
+    return stored, data.double() * (scales / factor if factor > 1 else kept).double()
+
+
+def mxfp8(rng: np.random.Generator, n: int, k: int, _: int) -> Stored:
+    data = float8(rng, n, k)
+    exponents = torch.from_numpy(rng.integers(119, 123, (n, k // 32)).astype(np.uint8))
+    stored = {".weight": data, ".weight_scale": exponents}
+    return stored, over(data.double(), 2.0 ** (exponents.double() - 127), 32)
+
+
+def mxfp4(
+    rng: np.random.Generator, n: int, k: int, _: int, *, suffixes: tuple[str, str], blocks: bool
+) -> Stored:
+    codes = rng.integers(0, 16, (n, k))
+    exponents = torch.from_numpy(rng.integers(119, 123, (n, k // 32)).astype(np.uint8))
+    numbers = nibbles_of(codes)
+    stored = {suffixes[0]: numbers.view(n, -1, 16) if blocks else numbers, suffixes[1]: exponents}
+    return stored, over(E2M1[codes], 2.0 ** (exponents.double() - 127), 32)
+
+
+def nvfp4(rng: np.random.Generator, n: int, k: int, _: int, *, modelopt: bool) -> Stored:
+    codes, numbers = rng.integers(0, 16, (n, k)), float8(rng, n, k // 16).abs()
+    factor = scales_of(rng, 1, dtype=torch.float32) / 4
+    weight = over(E2M1[codes], numbers.double() * factor.double(), 16)
+    if modelopt:
+        names = {".weight": nibbles_of(codes), ".weight_scale_2": factor[0]}
+        return {**names, ".weight_scale": numbers, ".input_scale": torch.tensor(1.0)}, weight
+    names = {".weight_packed": nibbles_of(codes), ".weight_global_scale": 1 / factor}
+    return {**names, ".weight_scale": numbers}, weight
+
+
+def nf4(rng: np.random.Generator, n: int, k: int, block: int, *, nested: bool = True) -> Stored:
+    codes = rng.integers(0, 16, (n, k))
+    levels = NF4.table().clone()
+    absmax = scales_of(rng, n * k // block, dtype=torch.float32) * 4
+    state: dict[str, Any] = {"shape": [n, k], "blocksize": block, "quant_type": "nf4"}
+    stored = {".weight.quant_map": levels, ".weight.absmax": absmax}
+    if nested:
+        numbers = torch.from_numpy(rng.integers(0, 256, len(absmax)).astype(np.uint8))
+        outer = scales_of(rng, -(-len(absmax) // 256), dtype=torch.float32)
+        of_numbers = torch.from_numpy(rng.normal(size=256)).float()
+        absmax = of_numbers[numbers.int()] * outer.repeat_interleave(256)[: len(absmax)] + 0.04
+        stored = {
+            ".weight.quant_map": levels,
+            ".weight.absmax": numbers,
+            ".weight.nested_absmax": outer,
+            ".weight.nested_quant_map": of_numbers,
+        }
+        state |= {"nested_blocksize": 256, "nested_offset": 0.04}
+    nibbles = (codes[:, ::2] << 4 | codes[:, 1::2]).astype(np.uint8).reshape(-1, 1)
+    stored[".weight"] = torch.from_numpy(nibbles)
+    as_bytes = list(json.dumps(state).encode())
+    stored[".weight.quant_state.bitsandbytes__nf4"] = torch.tensor(as_bytes, dtype=torch.uint8)
+    return stored, over(levels.double()[codes], absmax.view(n, -1), block)
+
+
+Write = Callable[[np.random.Generator, int, int, int], Stored]
+"""Draws a weight `[n, k]` in groups, which some formats ignore."""
+COMPRESSED = {"quant_method": "compressed-tensors"}
+BITSANDBYTES = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+LAYOUTS: dict[str, tuple[Write, dict[str, Any]]] = {
+    "awq": (awq, {"quant_method": "awq", "bits": 4, "version": "gemm"}),
+    "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "desc_act": False}),
+    "gptq_2_bits": (partial(gptq, bits=2), {"quant_method": "gptq", "bits": 2}),
+    "gptq_8_bits": (partial(gptq, bits=8), {"quant_method": "gptq", "bits": 8}),
+    "gptq_v2": (
+        partial(gptq, offset=0),
+        {"quant_method": "gptq", "checkpoint_format": "gptq_v2"},
+    ),
+    "gptq_desc_act": (
+        partial(gptq, g_idx="reordered"),
+        {"quant_method": "gptq", "desc_act": True},
+    ),
+    "auto_round": (partial(gptq, g_idx="none"), {"quant_method": "auto-round"}),
+    "auto_round_awq": (
+        awq,
+        {"quant_method": "auto-round", "packing_format": "auto_round:auto_awq"},
+    ),
+    "pack_quantized": (pack_quantized, COMPRESSED),
+    "pack_quantized_zeros": (partial(pack_quantized, zeros=True), COMPRESSED),
+    "pack_quantized_8_bits": (partial(pack_quantized, bits=8), COMPRESSED),
+    "int_quantized": (partial(rows8, suffix=".weight_scale", factor=1), COMPRESSED),
+    "float_quantized": (fp8_of_tensor, COMPRESSED),
+    "fp8_blocks": (fp8, {"quant_method": "fp8"}),
+    "fp8_static": (
+        partial(fp8_of_tensor, suffix=".weight_scale_inv"),
+        {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None},
+    ),
+    "modelopt_fp8": (fp8_of_tensor, {"quant_method": "modelopt", "quant_algo": "FP8"}),
+    "modelopt_nvfp4": (
+        partial(nvfp4, modelopt=True),
+        {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+    ),
+    "nvfp4": (partial(nvfp4, modelopt=False), COMPRESSED),
+    "mxfp8": (mxfp8, {"quant_method": "modelopt", "quant_algo": "MXFP8"}),
+    "mxfp4": (
+        partial(mxfp4, suffixes=(".weight_blocks", ".weight_scales"), blocks=True),
+        {"quant_method": "mxfp4"},
+    ),
+    "mxfp4_packed": (
+        partial(mxfp4, suffixes=(".weight_packed", ".weight_scale"), blocks=False),
+        COMPRESSED,
+    ),
+    "nf4": (nf4, BITSANDBYTES),
+    "nf4_plain": (partial(nf4, nested=False), BITSANDBYTES),
+    "bnb_int8": (
+        partial(rows8, suffix=".SCB", factor=127),
+        {"quant_method": "bitsandbytes", "load_in_8bit": True},
+    ),
+    "mlx": (mlx, {"quant_method": "mlx", "bits": 4}),
+    "mlx_8_bits": (partial(mlx, bits=8), {"quant_method": "mlx", "bits": 8}),
+}
+
+
+Change = Callable[[str, Tensor], Stored | None]
 """Returns the tensors that a weight is stored as, by name, and its new numbers; None: unchanged."""
 
 
@@ -85,6 +287,7 @@ def save(model: TinyModel, directory: Path, change: Change, **options: Any) -> A
         tensors |= found[0]
         changed += 1
     assert changed >= 4
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(tensors, directory / "model.safetensors", {"format": "pt"})
     config = json.loads((model.directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | {"quantization_config": options}))
@@ -92,33 +295,27 @@ def save(model: TinyModel, directory: Path, change: Change, **options: Any) -> A
 
 
 def save_as(
-    stored_as: CheckpointFormat,
-    model: TinyModel,
-    directory: Path,
-    group: int,
-    *,
-    drop: str = "",
-    **options: Any,
+    layout: str, model: TinyModel, directory: Path, group: int, *, drop: str = "", **options: Any
 ) -> AutoModelForCausalLM:
-    """With linear layers in AWQ or GPTQ, where their sizes allow it."""
-    seeds = itertools.count()
+    """With linear layers in a format, where their sizes allow it."""
+    write, settings = LAYOUTS[layout]
+    rng = np.random.default_rng(7)
 
-    def change(name: str, tensor: Tensor) -> tuple[dict[str, Tensor], Tensor] | None:
+    def change(name: str, tensor: Tensor) -> Stored | None:
         if not name.endswith("proj.weight") or tensor.shape[0] % 8 or tensor.shape[1] % group:
             return None
-        stored, weight = quantised(stored_as, *tensor.shape, group, next(seeds))
+        stored, weight = write(rng, *tensor.shape, group)
         prefix = name.removesuffix(".weight")
         return {f"{prefix}{suffix}": t for suffix, t in stored.items() if suffix != drop}, weight
 
-    own = {"quant_method": stored_as.name, "group_size": group, **stored_as.required}
-    return save(model, directory, change, **(own | options))
+    return save(model, directory, change, **(settings | {"group_size": group} | options))
 
 
 def save_as_mxfp4(model: TinyModel, directory: Path, *, drop: str = "") -> AutoModelForCausalLM:
     """With experts in mxfp4."""
     draw = partial(torch.randint, generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
 
-    def change(name: str, tensor: Tensor) -> tuple[dict[str, Tensor], Tensor] | None:
+    def change(name: str, tensor: Tensor) -> Stored | None:
         if not name.endswith(("gate_up_proj", "down_proj")):
             return None
         experts, columns, rows = tensor.shape
@@ -140,63 +337,71 @@ def check_logits(
         expected = reference(torch.tensor([token_ids])).logits[0, 19:]
     assert expected.std() > 0.1
     with opened(directory, **config) as engine:
-        torch.testing.assert_close(engine.score(token_ids, 20), expected, rtol=0, atol=within)
+        torch.testing.assert_close(
+            engine.score(token_ids, 20),
+            expected,
+            rtol=0,
+            atol=within * max(1.0, float(expected.std())),
+        )
 
 
-@pytest.mark.parametrize(
-    ("stored_as", "variant", "group", "settings"),
-    [
-        (AWQ, "base", 16, {}),
-        (AWQ, "base", 48, {"mode": "auto", "kernels": "native"}),
-        (AWQ, "qwen2", 16, {"mode": "auto", "kernels": "native"}),
-        (AWQ, "qwen3", 8, {}),
-        (GPTQ, "base", 48, {"mode": "auto", "kernels": "native"}),
-        (GPTQ, "qwen2", 16, {}),
-    ],
-)
+SIZES = {"nvfp4": 16, "modelopt_nvfp4": 16, "mxfp4": 32, "mxfp4_packed": 32, "mxfp8": 32}
+"""Groups of formats that have no choice."""
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_engine_has_the_logits_of_the_dequantised_model(
-    tiny: Callable[[str], TinyModel],
-    tmp_path: Path,
-    stored_as: CheckpointFormat,
-    variant: str,
-    group: int,
-    settings: dict[str, Any],
+    tiny: Callable[[str], TinyModel], tmp_path: Path, layout: str
 ) -> None:
-    model = tiny(variant)
-    reference = save_as(stored_as, model, tmp_path, group)
-    check_logits(tmp_path, model, reference, 5e-4, prefill_chunk=16, block_size=4, **settings)
+    model = tiny("wide_groups")
+    reference = save_as(layout, model, tmp_path, SIZES.get(layout, 32))
+    check_logits(tmp_path, model, reference, 5e-4, prefill_chunk=16, block_size=4)
 
 
-@pytest.mark.parametrize("stored_as", [AWQ, GPTQ], ids=lambda stored_as: stored_as.name)
+@pytest.mark.parametrize("layout", ["awq", "fp8_blocks", "nvfp4", "pack_quantized_zeros", "nf4"])
+def test_layers_of_transformers_have_the_logits_of_the_dequantised_model(
+    tiny: Callable[[str], TinyModel], tmp_path: Path, layout: str
+) -> None:
+    model = tiny("wide_groups")
+    reference = save_as(layout, model, tmp_path, SIZES.get(layout, 32))
+    check_logits(tmp_path, model, reference, 5e-4, model_impl="transformers")
+
+
+@pytest.mark.parametrize("layout", ["awq", "gptq", "fp8_blocks", "pack_quantized_zeros"])
 def test_ranks_read_their_parts(
-    tiny: Callable[[str], TinyModel], tmp_path: Path, stored_as: CheckpointFormat
+    tiny: Callable[[str], TinyModel], tmp_path: Path, layout: str
 ) -> None:
     """Rows and columns of a rank, which begin and end within groups."""
-    save_as(stored_as, tiny("base"), tmp_path, 48)
+    save_as(layout, tiny("base"), tmp_path, 48)
     config: Any = read_config(tmp_path)
     expected = whole_run(config, tmp_path)
     for run in sharded_runs(config, tmp_path, 2, plain_kernels()):
         torch.testing.assert_close(run.logits, expected.logits, rtol=1e-4, atol=1e-4)
 
 
+def kind_of(tensor: Tensor) -> str:
+    """The safetensors name of its dtype."""
+    names = {torch.float8_e4m3fn: "F8_E4M3", torch.bfloat16: "BF16", torch.uint8: "U8"}
+    kind = "U" if tensor.dtype == torch.uint32 else "F" if tensor.is_floating_point() else "I"
+    return names.get(tensor.dtype, f"{kind}{tensor.element_size() * 8}")
+
+
 @given(data=st.data())
 def test_a_part_is_the_part_of_the_whole(data: st.DataObject) -> None:
-    stored_as = data.draw(st.sampled_from([AWQ, GPTQ]))
-    groups = data.draw(st.integers(1, 5))
-    group = data.draw(st.sampled_from([1, 4, 32] if stored_as is AWQ else [8, 32]))
-    n, k = 8 * data.draw(st.integers(1, 4)), group * groups
-    dtype = data.draw(st.sampled_from([torch.float16, torch.bfloat16]))
-    stored, weight = quantised(stored_as, n, k, group, data.draw(st.integers(0, 99)), dtype)
-    headers = {
-        suffix: ("F16" if suffix == ".scales" else "I32", tuple(t.shape))
-        for suffix, t in stored.items()
-    }
-    assert stored_as.shape(headers) == (n, k)
-    for suffix, (kind, (first, *rest)) in headers.items():
-        wrong = [(kind, (first, *rest, 1)), (kind, (first, *rest)[:-1])]
-        wrong += [(kind, (first, *(size + 1 for size in rest)))] if rest else []
-        wrong += [("F32", (first, *rest)) if suffix == ".qweight" else (kind, (first + 1, *rest))]
-        assert not any(stored_as.shape(headers | {suffix: header}) for header in wrong)
+    layout = data.draw(st.sampled_from(sorted(LAYOUTS)))
+    write, settings = LAYOUTS[layout]
+    group = SIZES.get(layout, data.draw(st.sampled_from([32, 64])))
+    n, k = 32 * data.draw(st.integers(1, 4)), 64 * data.draw(st.integers(1, 3))
+    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+    stored, weight = write(rng, n, k, group)
+    headers = {suffix: Header(kind_of(t), tuple(t.shape)) for suffix, t in stored.items()}
+    found = [
+        candidate
+        for candidate in checkpoint_formats(settings | {"group_size": group})
+        if headers.keys() >= set(candidate.suffixes)
+        and candidate.shape("layer", headers, stored.__getitem__) == (n, k)
+    ]
+    stored_as = found[0]
 
     def part(dim: int, size: int) -> Slice:
         start = data.draw(st.integers(0, size - 1))
@@ -205,56 +410,77 @@ def test_a_part_is_the_part_of_the_whole(data: st.DataObject) -> None:
     rows: Selection = data.draw(st.sampled_from([part(0, n), HeadRows(n - 8, 1, 8, 4)]))
     columns = part(1, k)
     narrowed = Narrowed(columns, part(1, columns.count))
+    on_meta = {suffix: tensor.to("meta") for suffix, tensor in stored.items()}
     for selection in (
         *(None, rows, columns, Narrowed(rows, columns), narrowed, Narrowed(narrowed, part(0, n))),
     ):
         expected = weight if selection is None else selection.read(weight)
-        assert torch.equal(stored_as.read(stored, selection).decode().double(), expected)
+        read = stored_as.read(stored, (n, k), selection)
+        torch.testing.assert_close(read.decode().double(), expected, rtol=3e-7, atol=1e-9)
+        described = stored_as.read(on_meta, (n, k), selection)
+        assert described.codes.is_meta
+        assert (described.shape, described.group) == (read.shape, read.group)
+        assert described.levels.bits == read.levels.bits
 
 
 @pytest.mark.parametrize(
-    ("stored_as", "drop", "options"),
+    ("layout", "drop", "options"),
     [
-        (AWQ, ".qzeros", {}),
-        (AWQ, ".scales", {}),
-        (AWQ, "", {"bits": 3}),
-        (AWQ, "", {"version": "gemv"}),
-        (AWQ, "", {"version": ["gemm"]}),
-        (AWQ, "", {"quant_method": "hqq"}),
-        (GPTQ, ".g_idx", {}),
-        (GPTQ, "", {"bits": 8}),
-        (GPTQ, "", {"desc_act": True}),
-        (GPTQ, "", {"format": "gptq_v2"}),
-        (GPTQ, "", {"checkpoint_format": "gptq_v2"}),
+        ("awq", ".qzeros", {}),
+        ("awq", ".scales", {}),
+        ("awq", "", {"bits": 3}),
+        ("awq", "", {"version": "gemv"}),
+        ("awq", "", {"version": ["gemm"]}),
+        ("awq", "", {"quant_method": "hqq"}),
+        ("gptq", "", {"bits": 3}),
+        ("gptq", "", {"format": "marlin"}),
+        ("gptq_desc_act", "", {"desc_act": False}),
+        ("pack_quantized", ".weight_shape", {}),
+        ("pack_quantized", "", {"format": "marlin-24"}),
+        ("pack_quantized", "", {"sparsity_config": {"format": "sparse-24-bitmask"}}),
+        ("pack_quantized", "", {"transform_config": {"config_groups": {"a": 1}}}),
+        ("fp8_blocks", ".weight_scale_inv", {}),
+        ("fp8_blocks", "", {"fmt": "e5m2"}),
+        ("modelopt_nvfp4", ".weight_scale_2", {}),
+        ("modelopt_nvfp4", "", {"quant_algo": "NVFP4_AWQ"}),
+        ("nf4", ".weight.absmax", {}),
+        ("nf4", "", {"bnb_4bit_quant_type": "fp4"}),
+        ("mlx", "", {"mode": "mxfp4"}),
+        ("mlx", "", {"bits": 8}),
     ],
 )
 def test_what_is_not_the_format_is_refused(
-    base: TinyModel,
+    tiny: Callable[[str], TinyModel],
     tmp_path: Path,
-    stored_as: CheckpointFormat,
+    layout: str,
     drop: str,
     options: dict[str, Any],
 ) -> None:
-    save_as(stored_as, base, tmp_path, 16, drop=drop, **options)
+    save_as(layout, tiny("wide_groups"), tmp_path, SIZES.get(layout, 32), drop=drop, **options)
     with pytest.raises(CheckpointError), opened(tmp_path):
         pass
 
 
-def test_gptq_with_inputs_in_another_order(base: TinyModel, tmp_path: Path) -> None:
-    """As quantising with desc_act orders them, although the config does not say so."""
-    save_as(GPTQ, base, tmp_path, 16)
+@pytest.mark.parametrize("layout", ["awq", "fp8_blocks", "nvfp4", "mlx"])
+def test_scales_that_are_not_finite(
+    tiny: Callable[[str], TinyModel], tmp_path: Path, layout: str
+) -> None:
+    save_as(layout, tiny("wide_groups"), tmp_path, SIZES.get(layout, 32))
     tensors = load_file(tmp_path / "model.safetensors")
-    name = next(name for name in tensors if name.endswith(".g_idx"))
-    save_file(tensors | {name: tensors[name].flip(0)}, tmp_path / "model.safetensors")
+    name = next(name for name in tensors if "scale" in name and tensors[name].dim() > 1)
+    scales = tensors[name].float()
+    scales[1, 1] = float("nan")
+    changed = tensors | {name: scales.to(tensors[name].dtype)}
+    save_file(changed, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(CheckpointError) as caught, opened(tmp_path):
         pass
-    assert name.removesuffix(".g_idx") in str(caught.value)
+    assert name.rpartition(".")[0] in str(caught.value)
 
 
 def test_every_byte_with_every_scale() -> None:
     blocks = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).expand(1, 256, 16, 16)
     scales = torch.arange(256, dtype=torch.uint8).view(1, 256, 1).expand(1, 256, 16)
-    decoded = MXFP4.weight(blocks, scales).decode()
+    decoded = GPT_OSS.read({"_blocks": blocks, "_scales": scales}, (1, 256, 512), None).decode()
     assert decoded.shape == (1, 256, 512)
     theirs = convert_moe_packed_tensors(blocks.contiguous(), scales.contiguous())
     assert torch.equal(decoded, theirs.transpose(1, 2).float())

@@ -38,6 +38,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     # Rows of whole blocks of 128, and of blocks and a part of one.
     "wide": variant(layers=1, hidden=128, features=300, heads=4, head_dim=40),
+    # Rows of whole groups of 32 and 64, of which quantised checkpoints are made.
+    "wide_groups": variant(layers=2, hidden=128, features=192, heads=4, kv_heads=2, head_dim=32),
     "one_kv_head": variant(kv_heads=1, tied=False),
     "as_many_kv_heads": variant(heads=4, kv_heads=4, head_dim=None),
     "biases": BIASES,

@@ -1,28 +1,157 @@
 """How weights of linear layers are stored, in memory and in checkpoints."""
 
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
 from .awq import AWQ
-from .checkpoint_format import CheckpointFormat
+from .bitsandbytes import BitsAndBytes
+from .checkpoint_format import CheckpointFormat, Header
+from .float4 import BLOCKS_MXFP4, GPT_OSS, MODELOPT_NVFP4, MXFP4, NVFP4
 from .gptq import GPTQ
 from .grouped import GroupedWeight
-from .mxfp4 import MXFP4
+from .packed_integers import MLX, PackedIntegers
+from .scaled_bytes import ScaledBytes
 from .stored import FP8, INT8, MODEL, WeightStorage, dequantise
 
 __all__ = [
-    "AWQ",
-    "CHECKPOINT_FORMATS",
     "FP8",
-    "GPTQ",
     "INT8",
     "MODEL",
-    "MXFP4",
+    "QUANT_METHODS",
     "STORAGES",
     "CheckpointFormat",
     "GroupedWeight",
+    "Header",
     "WeightStorage",
+    "checkpoint_formats",
     "dequantise",
 ]
 
 STORAGES = {storage.name: storage for storage in (MODEL, INT8, FP8)}
 """By name."""
 
-CHECKPOINT_FORMATS: tuple[CheckpointFormat, ...] = (MXFP4, AWQ, GPTQ)
+Settings = Mapping[str, Any]
+Formats = tuple[CheckpointFormat, ...]
+
+
+def checkpoint_formats(settings: Settings) -> Formats:
+    """Return the formats that weights of a checkpoint may have.
+
+    Which of them a weight has, or none, is found from its tensors (`CheckpointFormat.shape`).
+
+    Args:
+        settings: `quantization_config` of its `config.json`.
+
+    Raises:
+        ValueError: it names another method, or a variant that is not read; the message says which.
+    """
+    method = settings.get("quant_method")
+    if not isinstance(method, str) or method not in QUANT_METHODS:
+        raise ValueError(f"quant_method = {method!r:.60}")
+    return QUANT_METHODS[method](settings)
+
+
+def _allow(settings: Settings, key: str, *allowed: object) -> Any:
+    """Return a setting, of which the first value allowed is the default."""
+    value = settings.get(key)
+    value = allowed[0] if value is None else value
+    if value not in allowed:
+        raise ValueError(f"{key} = {value!r:.60}, and only {', '.join(map(repr, allowed))} is read")
+    return value
+
+
+def _scaled(settings: Settings) -> Formats:
+    _allow(settings, "fmt", "e4m3", "float8_e4m3fn")
+    block = settings.get("weight_block_size") or ()
+    block = tuple(size for size in block if type(size) is int and size > 0)
+    return ScaledBytes(".weight_scale_inv", block), ScaledBytes(".weight_scale", block)
+
+
+def _compressed(settings: Settings) -> Formats:
+    _allow(
+        settings,
+        "format",
+        "dense",
+        "float-quantized",
+        "int-quantized",
+        "naive-quantized",
+        "pack-quantized",
+        "nvfp4-pack-quantized",
+        "mxfp4-pack-quantized",
+        "mxfp8-quantized",
+        "mixed-precision",
+    )
+    sparsity = settings.get("sparsity_config") or {}
+    if isinstance(sparsity, Mapping):
+        _allow(sparsity, "format", "dense")
+    if settings.get("transform_config"):
+        raise ValueError("transform_config, rotations of weights")
+    return PackedIntegers(), NVFP4, MXFP4, ScaledBytes(".weight_scale")
+
+
+def _modelopt(settings: Settings) -> Formats:
+    _allow(
+        settings,
+        "quant_algo",
+        "FP8",
+        "FP8_PB_WO",
+        "FP8_PER_CHANNEL_PER_TOKEN",
+        "NVFP4",
+        "MXFP8",
+        "MIXED_PRECISION",
+    )
+    return (MODELOPT_NVFP4, *_scaled({}))
+
+
+def _awq(settings: Settings) -> Formats:
+    _allow(settings, "bits", 4)
+    _allow(settings, "version", "gemm")
+    return (AWQ(),)
+
+
+def _gptq(settings: Settings) -> Formats:
+    _allow(settings, "bits", 4, 2, 8)
+    layouts = ("gptq", "gptq_v2")
+    layout = _allow(settings, "checkpoint_format", *layouts)
+    layout = _allow(settings, "format", layout, *layouts)
+    return (GPTQ(int(layout == "gptq"), settings.get("desc_act") is True),)
+
+
+def _auto_round(settings: Settings) -> Formats:
+    _allow(
+        settings,
+        "packing_format",
+        "auto_round:auto_gptq",
+        "auto_round:auto_awq",
+        "auto_round:llm_compressor",
+    )
+    return AWQ(), GPTQ(), PackedIntegers(), NVFP4, MXFP4, ScaledBytes(".weight_scale")
+
+
+def _bitsandbytes(settings: Settings) -> Formats:
+    if settings.get("load_in_4bit"):
+        _allow(settings, "bnb_4bit_quant_type", "nf4")
+    return BitsAndBytes(), ScaledBytes(".SCB")
+
+
+def _mlx(settings: Settings) -> Formats:
+    _allow(settings, "mode", "affine")
+    return (MLX(settings),)
+
+
+QUANT_METHODS: Mapping[str, Callable[[Settings], Formats]] = {
+    "fp8": _scaled,
+    "compressed-tensors": _compressed,
+    "modelopt": _modelopt,
+    "awq": _awq,
+    "gptq": _gptq,
+    "auto-round": _auto_round,
+    "bitsandbytes": _bitsandbytes,
+    "mxfp4": lambda settings: (BLOCKS_MXFP4, GPT_OSS),
+    "mxfp8": _scaled,
+    "mlx": _mlx,
+}
+"""The formats of each `quant_method`; `mlx` and `modelopt` stand for checkpoints that say it in
+another way."""

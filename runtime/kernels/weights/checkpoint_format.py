@@ -1,79 +1,91 @@
-"""Formats in which checkpoints store a weight as several tensors.
+"""Formats in which checkpoints store a weight as codes and scales.
 
-Shapes: N output features, K input features, G groups of consecutive inputs, E elements of a group.
+Shapes: N output features, K input features, G groups of a row, W words of 32 bits.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import ClassVar, NamedTuple
 
+import torch
 from torch import Tensor
 
-from ...bounded_repr import bounded_repr
-from ..ops.parameter import Narrowed, Selection, Shape, Slice
+from ..ops.parameter import ExpertRows, Narrowed, Selection, Shape, Slice
 from .grouped import GroupedWeight
 
 
+class Header(NamedTuple):
+    """What a file says of a tensor without its data."""
+
+    dtype: str
+    """Its safetensors name, for example `BF16`."""
+    shape: Shape
+
+
 class CheckpointFormat(ABC):
-    """A format in which a checkpoint stores a weight as several tensors."""
+    """A format in which a checkpoint stores a weight as one or several tensors."""
 
     name: ClassVar[str]
-    """As `quant_method` of a `config.json` names it."""
+    """For messages."""
     suffixes: ClassVar[tuple[str, ...]]
     """What the names of the tensors end with."""
-    weight_suffix: ClassVar[str]
+    optional: ClassVar[tuple[str, ...]] = ()
+    """Of tensors that may be missing."""
+    ignored: ClassVar[tuple[str, ...]] = ()
+    """Of tensors that say nothing of the weight, such as scales of activations."""
+    weight_suffix: ClassVar[str] = ".weight"
     """What the name of the weight ends with, in a layout."""
-    required: ClassVar[Mapping[str, object]] = {}
-    """Keys of a `quantization_config`, with their only supported values, which absent keys have."""
-
-    def obstacle(self, options: Mapping[str, Any]) -> str | None:
-        """Return why weights with this `quantization_config` cannot be read, or None."""
-        for key, only in self.required.items():
-            if (value := options.get(key, only)) != only:
-                return f"{key} = {bounded_repr(value, 60)}, and only {only!r} is supported"
-        return None
 
     @abstractmethod
-    def shape(self, headers: Mapping[str, tuple[str, Shape]]) -> Shape | None:
+    def shape(
+        self, name: str, headers: Mapping[str, Header], read: Callable[[str], Tensor]
+    ) -> Shape | None:
         """Return the shape of the weight; None if its tensors are not of this format.
 
         Args:
-            headers: the safetensors name of the dtype and the shape of each tensor, by suffix.
+            name: of the weight without the suffix.
+            headers: of the tensors, by suffix.
+            read: reads the tensor of a suffix, if headers do not suffice.
         """
 
     @abstractmethod
-    def grouped(self, stored: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        """Convert the tensors of a file to tensors `[..., N, G, ...]` of a weight `[..., N, K]`.
+    def weight(self, stored: Mapping[str, Tensor], shape: Shape) -> GroupedWeight:
+        """Return the codes and scales of a weight.
+
+        Args:
+            stored: its tensors, by suffix; on the device `meta` the result is there, too.
+            shape: of the weight, as `shape` returned it.
 
         Raises:
             ValueError: their contents are not of this format; the message says why.
         """
 
-    @abstractmethod
-    def weight(self, *grouped: Tensor) -> GroupedWeight:
-        """Return the codes `[..., N, G * E]` and scales of such tensors."""
-
-    def read(self, stored: Mapping[str, Tensor], selection: Selection | None) -> GroupedWeight:
-        """Return a part of the weight; only groups that it has elements of are unpacked.
-
-        A part that begins or ends within a group has groups of one element.
+    def read(
+        self, stored: Mapping[str, Tensor], shape: Shape, selection: Selection | None
+    ) -> GroupedWeight:
+        """Return a part of a weight; of stacked experts only the one it is of is unpacked.
 
         Args:
-            stored: the tensors of the file, by suffix.
+            stored: its tensors, by suffix.
+            shape: of the weight.
             selection: the part; None: all of it.
+
+        Raises:
+            ValueError: as `weight`, and for NaN or infinity in the scales.
         """
-        grouped = self.grouped(stored)
         rows, columns = _rows_and_columns(selection)
+        if rows and isinstance(rows[0], ExpertRows):
+            expert = rows[0].expert
+            stored = {suffix: tensor[expert : expert + 1] for suffix, tensor in stored.items()}
+            shape, rows[0] = (1, *shape[1:]), replace(rows[0], expert=0)
+        weight = self.weight(stored, shape)
         for part in rows:
-            grouped = tuple(map(part.read, grouped))
-        if columns is None:
-            return self.weight(*grouped)
-        elements = self.weight(*(tensor[:1, :1] for tensor in grouped)).group
-        first, stop = columns.start // elements, -(-(columns.start + columns.count) // elements)
-        weight = self.weight(*(tensor[:, first:stop] for tensor in grouped))
-        return weight.columns(columns.start - first * elements, columns.count)
+            weight = weight.over(part.read)
+        weight.check_scales()
+        return weight if columns is None else weight.columns(columns.start, columns.count)
 
 
 def _rows_and_columns(selection: Selection | None) -> tuple[list[Selection], Slice | None]:
@@ -90,3 +102,32 @@ def _rows_and_columns(selection: Selection | None) -> tuple[list[Selection], Sli
             first = 0 if columns is None else columns.start
             return rows, Slice(1, first + part.start, part.count)
     return [selection], None
+
+
+def unpacked(words: Tensor, shifts: Sequence[int], bits: int = 4) -> Tensor:
+    """Return the unsigned numbers in integers `[..., W]`, as uint8 `[..., W * len(shifts)]`.
+
+    Args:
+        words: several numbers each.
+        shifts: lowest bit of each number of a word.
+        bits: of a number.
+    """
+    numbers = torch.empty(*words.shape, len(shifts), dtype=torch.uint8, device=words.device)
+    for i, shift in enumerate(shifts):  # one after the other: int32 takes four times as much
+        numbers[..., i] = words >> shift & (1 << bits) - 1
+    return numbers.flatten(-2)
+
+
+def group_of(k: int, groups: int) -> int | None:
+    """Return the inputs of each of some equal groups of `k`; None if they are not equal."""
+    return k // groups if groups and k and not k % groups else None
+
+
+def of_blocks(scales: Tensor, n: int) -> Tensor:
+    """Return scales of blocks of rows, `[..., B, G]`, as those of `n` rows, `[..., n, G]`.
+
+    All blocks but the last one have the same number of rows, which is a multiple of 16 for several.
+    """
+    blocks = scales.shape[-2]
+    rows = n if blocks == 1 else next(r for r in (16, 32, 64, 128, 256, n) if -(-n // r) == blocks)
+    return scales.repeat_interleave(rows, -2)[..., :n, :]

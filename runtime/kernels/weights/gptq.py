@@ -1,70 +1,70 @@
-"""GPTQ: 4-bit integers with a scale and a zero point for each group of inputs (Frantar et al. 2022,
-arXiv 2210.17323), in the layout that GPTQModel calls `gptq` (v1).
+"""GPTQ: integers with a scale and a zero point for each group of inputs (Frantar et al. 2022, arXiv
+2210.17323), in the layouts that GPTQModel calls `gptq` (v1) and `gptq_v2`.
 
-Of a weight `[N, K]`, `NAME.qweight` (int32 `[K / 8, N]`) holds 8 numbers of consecutive inputs in a
-word, and `NAME.qzeros` (int32 `[G, N / 8]`) the zero points of 8 consecutive outputs, both from the
-lowest 4 bits on; `ONES` has been subtracted from the words of zero points. `NAME.scales` is
-`[G, N]`. `NAME.g_idx` (int32 `[K]`) is the group of each input, which must be g = k // (K / G), and
-w[n, k] = (q[k, n] - zero[g, n]) * scale[g, n].
+Of a weight `[N, K]`, `NAME.qweight` (int32 `[K * b / 32, N]`) holds numbers of b bits (2, 4 or 8)
+of consecutive inputs in a word, and `NAME.qzeros` (int32 `[G, N * b / 32]`) the zero points of
+consecutive outputs, both from the lowest bits on; in v1, one has been subtracted from every zero
+point. `NAME.scales` is `[G, N]`. `NAME.g_idx` (int32 `[K]`) is the group g of each input, if it is
+not k // (K / G), and w[n, k] = (q[k, n] - zero[g, n]) * scale[g, n].
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import ClassVar
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..ops.parameter import Shape
-from .awq import AWQ, unpacked
-from .checkpoint_format import CheckpointFormat
+from .awq import with_zeros
+from .checkpoint_format import CheckpointFormat, Header, group_of, unpacked
 from .grouped import GroupedWeight
 
-ONES = 0x11111111
-"""1 in each 4 bits of a word. A zero point of 0 borrows from the next one."""
-
-_SHIFTS = tuple(range(0, 32, 4))
-"""Lowest bit of each of the 8 numbers of a word."""
+_G_IDX = ".g_idx"
 
 
-class _GPTQ(CheckpointFormat):
+@dataclass(frozen=True)
+class GPTQ(CheckpointFormat):
+    """See the top of this file."""
+
     name = "gptq"
-    suffixes = (".qweight", ".qzeros", ".scales", ".g_idx")
-    weight_suffix = ".weight"
-    required: ClassVar[Mapping[str, object]] = {
-        "bits": 4,
-        "desc_act": False,
-        "format": "gptq",
-        "checkpoint_format": "gptq",  # the older name of `format`
-    }
+    suffixes = (".qweight", ".qzeros", ".scales")
+    optional = (_G_IDX,)
 
-    def shape(self, headers: Mapping[str, tuple[str, Shape]]) -> Shape | None:
-        (words, numbers), (zero_words, zeros), (_, scales), (index, inputs) = (
-            headers[suffix] for suffix in self.suffixes
-        )
-        if (words, zero_words, index) != ("I32",) * 3 or (len(scales), len(inputs)) != (2, 1):
+    zero_offset: int = 1
+    """What has been subtracted from zero points."""
+    reordered: bool = False
+    """Whether inputs of a group need not be consecutive (`desc_act`)."""
+
+    def shape(
+        self, name: str, headers: Mapping[str, Header], read: Callable[[str], Tensor]
+    ) -> Shape | None:
+        (words, numbers), (zero_words, zeros), (_, scales) = (headers[s] for s in self.suffixes)
+        if (words, zero_words) != ("I32", "I32") or not len(numbers) == len(zeros) == 2:
             return None
-        (groups, n), (k,) = scales, inputs
-        if k % 8 or n % 8 or numbers != (k // 8, n) or zeros != (groups, n // 8):
+        if len(scales) != 2 or not scales[1] or numbers[1] != scales[1] or zeros[0] != scales[0]:
             return None
-        return None if not groups or not k or k % groups else (n, k)
+        (groups, n), bits = scales, zeros[1] * 32 // scales[1]
+        k = numbers[0] * 32 // bits if bits in (2, 4, 8) else 0
+        if zeros[1] * 32 != n * bits or group_of(k, groups) is None:
+            return None
+        return (n, k) if headers.get(_G_IDX, Header("I32", (k,))) == ("I32", (k,)) else None
 
-    def grouped(self, stored: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        scales_GN, g_idx_K = stored[".scales"], stored[".g_idx"]
-        groups, k = len(scales_GN), len(g_idx_K)
-        ordered = torch.arange(k, device=g_idx_K.device) // (k // groups)
-        if not g_idx_K.is_meta and not torch.equal(g_idx_K.long(), ordered):
-            raise ValueError(
-                f"its g_idx does not assign {k // groups} inputs after the other to each of "
-                f"{groups} groups; only weights quantised with desc_act = False are supported"
-            )
-        numbers_NK = unpacked(stored[".qweight"].T, _SHIFTS)
-        zeros_GN = unpacked(stored[".qzeros"] + ONES, _SHIFTS)
-        return numbers_NK.unflatten(1, (groups, -1)), zeros_GN.T, scales_GN.T
-
-    def weight(self, *grouped: Tensor) -> GroupedWeight:
-        return AWQ.weight(*grouped)
-
-
-GPTQ = _GPTQ()
+    def weight(self, stored: Mapping[str, Tensor], shape: Shape) -> GroupedWeight:
+        words_NW, scales_NG = stored[".qweight"].T, stored[".scales"].T
+        (k, groups), bits = (shape[1], scales_NG.shape[1]), 32 * words_NW.shape[1] // shape[1]
+        shifts = range(0, 32, bits)
+        # A zero point of 0 has borrowed from the next one in its word, so words are added.
+        offsets = sum(self.zero_offset << shift for shift in shifts)
+        zeros_NG = unpacked(stored[".qzeros"] + offsets, shifts, bits).T
+        if _G_IDX in stored:
+            g_idx_K = stored[_G_IDX].long()
+            if self.reordered:
+                zeros_NG, scales_NG = zeros_NG[:, g_idx_K], scales_NG[:, g_idx_K]
+            elif not g_idx_K.is_meta and not torch.equal(g_idx_K, torch.arange(k) // (k // groups)):
+                raise ValueError(
+                    f"its g_idx does not assign {k // groups} inputs after the other to each of "
+                    f"{groups} groups, as desc_act = False in its config.json says"
+                )
+        return with_zeros(unpacked(words_NW, shifts, bits), zeros_NG, scales_NG, bits)

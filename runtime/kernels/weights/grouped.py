@@ -65,6 +65,23 @@ DOUBLED_E2M1 = Levels("2*e2m1", _E2M1 + tuple(-level for level in _E2M1))
 """A sign, two bits of exponent and one of mantissa (Open Compute Project, "Microscaling Formats",
 2023), times two: so that all are integers. Scales are halved."""
 
+NF4 = Levels(
+    "nf4",
+    (
+        *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+        *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+        *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+        *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+    ),
+)
+"""Quantiles of a normal distribution (Dettmers et al. 2023, arXiv 2305.14314, appendix E)."""
+
+
+def powers_of_two(exponents: Tensor, bias: int) -> Tensor:
+    """Return 2 ** (exponents - bias) as float32, of uint8 exponents."""
+    ones = torch.ones_like(exponents, dtype=torch.float32)
+    return torch.ldexp(ones, exponents.int() - bias)
+
 
 class Scales(NamedTuple):
     """A number for each group of a row: `outer` of a run of groups, times `inner` of the group."""
@@ -123,6 +140,15 @@ class GroupedWeight:
         return replace(
             self, codes=convert(self.codes), scales=self.scales.over(convert), minimums=minimums
         )
+
+    def check_scales(self) -> None:
+        """Raise ValueError if a scale or a minimum is NaN or infinite."""
+        for scales in (self.scales, self.minimums):
+            for numbers in (scales.outer, scales.inner) if scales is not None else ():
+                if numbers is None or numbers.is_meta or not numbers.is_floating_point():
+                    continue
+                if not bool(numbers.float().isfinite().all()):
+                    raise ValueError("a scale is NaN or infinite")
 
     def columns(self, start: int, count: int) -> GroupedWeight:
         """Return consecutive inputs of all rows.

@@ -273,6 +273,8 @@ def read_transformers_config(
         raise CheckpointError(
             f"transformers {transformers.__version__} cannot read it: {reason_of(error)}"
         ) from error
+    if hasattr(source, "quantization_config"):  # codes are decoded before transformers sees them
+        del source.quantization_config
     model_class = _model_class(transformers, source, config)
     text = source.get_text_config(decoder=True)
     dtype = config.get("dtype", config.get("torch_dtype")) or text.dtype or "float32"
@@ -352,7 +354,7 @@ def _refuse(config: Mapping[str, Any]) -> None:
             else ""
         )
         raise CheckpointError(f"transformers has no model_type {bounded_repr(model_type, 60)}{why}")
-    check_quantisation(config, ())
+    check_quantisation(config)
     if config.get("is_encoder_decoder"):
         raise CheckpointError(
             f"model_type {bounded_repr(model_type, 60)} is an encoder-decoder"

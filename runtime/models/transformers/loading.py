@@ -117,7 +117,7 @@ def _of_steps(decoder: TransformersDecoder, ids_T: Tensor) -> Tensor:
 
 
 def load_decoder(
-    directory: Path,
+    weights: Path | dict[str, torch.Tensor],
     config: TransformersConfig,
     kernels: Kernels,
     dtype: torch.dtype,
@@ -127,10 +127,11 @@ def load_decoder(
 ) -> TransformersDecoder:
     """Load a checkpoint, from safetensors files only, and check the decoder.
 
-    Raises `CheckpointError` if transformers cannot load it, parameters are missing or cannot be
-    quantised, or its logits differ from transformers'.
+    `weights` is its directory, or all of its tensors by name. Raises `CheckpointError` if
+    transformers cannot load it, parameters are missing or cannot be quantised, or its logits differ
+    from transformers'.
     """
-    model = load_model(directory, config, dtype)
+    model = load_model(weights, config, dtype)
     decoder = TransformersDecoder(config, model, kernels, dtype, device, groups, storage)
     check_against_transformers(decoder)
     return decoder
@@ -147,8 +148,10 @@ def overwrite_decoder(decoder: TransformersDecoder, model: Any, config: Transfor
     check_against_transformers(decoder)
 
 
-def load_model(directory: Path, config: TransformersConfig, dtype: torch.dtype) -> Any:
-    """Return the model with its weights on the CPU.
+def load_model(
+    weights: Path | dict[str, torch.Tensor], config: TransformersConfig, dtype: torch.dtype
+) -> Any:
+    """Return the model with its weights on the CPU; `weights` as of `load_decoder`.
 
     Raises `CheckpointError` if transformers cannot load it, or parameters are missing.
     """
@@ -156,7 +159,8 @@ def load_model(directory: Path, config: TransformersConfig, dtype: torch.dtype) 
     try:
         with quiet():
             model, report = model_class_of(config).from_pretrained(
-                directory,
+                weights if isinstance(weights, Path) else None,
+                state_dict=None if isinstance(weights, Path) else weights,
                 config=config.source,
                 dtype=dtype,
                 attn_implementation=IMPLEMENTATION,
@@ -168,7 +172,7 @@ def load_model(directory: Path, config: TransformersConfig, dtype: torch.dtype) 
             )
     except Exception as error:  # of any type, from any model
         raise CheckpointError(
-            f"transformers cannot load {directory}: {reason_of(error)}"
+            f"transformers cannot load the weights of {config.architecture}: {reason_of(error)}"
         ) from error
     check_report(report, config.architecture)
     return model
