@@ -104,8 +104,11 @@ class ExpertsBlock(NamedTuple):
 Block = AttentionBlock | GatedBlock | ExpertsBlock
 
 
-def blocks_of(plan: LayerPlan) -> list[Block] | Operation:
-    """Return a layer as blocks that the stack supports, or the first operation in none of them."""
+def blocks_of(plan: LayerPlan) -> list[Block]:
+    """Return a layer as the blocks that native layers are made of.
+
+    Raises ValueError for an operation that begins none of them; the message is its title.
+    """
     blocks: list[Block] = []
     left = plan.operations
     while left:
@@ -115,7 +118,7 @@ def blocks_of(plan: LayerPlan) -> list[Block] | Operation:
                 left = left[sum(op is not None for op in found) :]
                 break
         else:
-            return left[0]
+            raise ValueError(left[0].title)
     return blocks
 
 
@@ -140,23 +143,30 @@ def _roles(pattern: Any) -> list[tuple[tuple[type, ...], bool]]:
     return [(own, type(None) in own) for own in kinds]
 
 
-def stack_obstacle(plan: ModelPlan) -> str | None:
-    """Return the reason why the C++ stack does not support a model's layers, or None."""
-    for op in plan.operations:
-        if (missing := unsupported(op, KNOWN_TO_STACK)) is not None:
+def blocks_obstacle(plan: ModelPlan, known: Known) -> str | None:
+    """Return why a model is not made of blocks of `known` operations with equal heads, or None.
+
+    Unknown kinds of operations come before unknown traits: they say more about the model.
+    """
+    for op in sorted(plan.operations, key=lambda op: type(op) in known):
+        if (missing := unsupported(op, known)) is not None:
             return missing
     heads = set()
     for layer in set(plan.layers):
-        blocks = blocks_of(layer)
-        if isinstance(blocks, Operation):
-            return blocks.title
+        try:
+            blocks = blocks_of(layer)
+        except ValueError as error:
+            return str(error)
         attention = [block.attend for block in blocks if isinstance(block, AttentionBlock)]
         if len(attention) != 1:
             return f"layers with {len(attention)} attentions"
         heads |= {(op.heads, op.kv_heads, op.head_dim, op.value_dim) for op in attention}
-    if len(heads) > 1:
-        return "layers with different heads"
-    return None
+    return "layers with different heads" if len(heads) > 1 else None
+
+
+def stack_obstacle(plan: ModelPlan) -> str | None:
+    """Return the reason why the C++ stack does not support a model's layers, or None."""
+    return blocks_obstacle(plan, KNOWN_TO_STACK)
 
 
 class Stack(Protocol):
@@ -256,7 +266,6 @@ def stack_arguments(
     blocks: list[tuple[BoundLayer, Block, bool]] = []
     for layer in model.layers:
         found = blocks_of(layer.plan)
-        assert not isinstance(found, Operation), "a plan that `stack_obstacle` refuses"
         blocks += [(layer, block, block is found[-1]) for block in found]
     arguments.integers.append(len(blocks))
     for layer, block, ends_layer in blocks:

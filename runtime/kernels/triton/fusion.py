@@ -6,31 +6,30 @@ triton.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 from ..ops.activation import Activate
 from ..ops.attention import Attend
 from ..ops.experts import Experts
 from ..ops.layer_plan import LayerPlan, ModelPlan
 from ..ops.linear import Linear
-from ..ops.norms import Norm, QKNorm
-from ..ops.operation import AllReduce, Known, Operation, Residual, unsupported
+from ..ops.norms import JoinNorms, Norm, QKNorm
+from ..ops.operation import Known
 from ..ops.rotation import Rotate
+from ..ops.stack import (
+    KNOWN_TO_STACK,
+    AttentionBlock,
+    Block,
+    GatedBlock,
+    blocks_obstacle,
+    blocks_of,
+)
 from .linear import FEW_ROWS
 
-_EXPERTS = {"router_bias", "correction", "gate_up_bias", "down_bias", "shared", "scaled_inputs"}
 SUPPORTED: Known = {
-    Norm: frozenset({"offset"}),
-    Linear: frozenset({"bias", "split", "unit"}),
+    **{kind: traits for kind, traits in KNOWN_TO_STACK.items() if kind is not JoinNorms},
     QKNorm: frozenset({"offset", "all_heads"}),
-    Rotate: frozenset(),
-    Attend: frozenset({"window", "chunk", "softcap", "sinks", "temperature"}),
-    Activate: frozenset({"limit", "alpha", "up_offset"}),
-    AllReduce: frozenset(),
-    Residual: frozenset({"scale"}),
-    Experts: frozenset(_EXPERTS),
 }
 """Traits of each kind of operation."""
 
@@ -65,6 +64,8 @@ class Attention:
     qk_norm: QKNorm | None
     rotate: Rotate
     attend: Attend
+    output: Linear
+    """The next kernel's product, whose weight this one prefetches."""
     name: str = "decode_attention"
 
 
@@ -109,91 +110,39 @@ class Mixture:
 
 Fused = NormLinear | Attention | ResidualLinear | Activation | Mixture
 
-_PATTERNS: list[tuple[tuple[type[Operation], ...], Callable[..., Fused]]] = [
-    ((QKNorm, Rotate, Attend), Attention),
-    ((Rotate, Attend), partial(Attention, None)),
-    ((Linear, Norm, Residual), lambda linear, norm, residual: ResidualLinear(linear, norm)),
-    ((Linear, Residual), lambda linear, residual: ResidualLinear(linear, None, residual.scale)),
-    ((Activate,), Activation),
-    ((Norm, Linear, Activate), NormLinear),
-    ((Norm, Linear), NormLinear),
-    ((Norm, Experts, Residual), lambda norm, op, residual: Mixture(norm, op, None, residual.scale)),
-    ((Norm, Experts, Norm, Residual), lambda *operations: Mixture(*operations[:3])),
-]
-"""The first that fits the next operations of a layer is one kernel. Where the value is the hidden
-states, the norm that it begins with may be missing: some layers norm only outputs."""
-
-
-def _taken(kinds: tuple[type[Operation], ...], operations: Sequence[Operation]) -> list[Operation]:
-    """Return the next operations if they are of these kinds and one kernel computes them, or [].
-
-    Ranks may sum a product before it is added. A clamped activation is a kernel of its own.
-    """
-    taken: list[Operation] = []
-    left = list(kinds)
-    for op in operations:
-        if isinstance(op, AllReduce):
-            product = bool(taken) and isinstance(taken[-1], Linear | Experts)
-            if not product or kinds[-1] is not Residual:
-                return []
-        elif not isinstance(op, left.pop(0)):
-            return []
-        clamped = isinstance(op, Activate) and bool(op.traits) and len(kinds) > 1
-        if clamped or unsupported(op, SUPPORTED) is not None:
-            return []
-        taken.append(op)
-        if not left:
-            return taken
-    return []
-
 
 def fuse(layer: LayerPlan) -> tuple[Fused, ...]:
     """Return the kernels of a layer in order, as decode steps of few rows run them.
 
-    The product after attention is called `output`.
-
-    Raises:
-        ValueError: an operation has no kernel where it stands; the message is its title.
+    The product after attention is called `output`. Raises ValueError as `blocks_of`.
     """
-    left, found = list(layer.operations), list[Fused]()
-    while left:
-        of_hidden = not found or isinstance(found[-1], ResidualLinear | Mixture)
-        for kinds, make in _PATTERNS:
-            taken, missing = _taken(kinds, left), []
-            if not taken and of_hidden and kinds[0] is Norm:
-                taken, missing = _taken(kinds[1:], left), [None]
-            if taken:
-                parts = [op for op in taken if not isinstance(op, AllReduce)]
-                if kinds[-2:] == (Norm, Residual) and "scale" in parts[-1].traits:
-                    raise ValueError("residual with scale after a norm")
-                fused = make(*missing, *parts)
-                if isinstance(fused, ResidualLinear | Mixture):
-                    fused = replace(fused, sums=len(parts) < len(taken))
-                break
-        else:
-            kinds_first = sorted(left, key=lambda op: type(op) in SUPPORTED)
-            reasons = (unsupported(op, SUPPORTED) for op in kinds_first)
-            raise ValueError(next(filter(None, reasons), left[0].title))
-        if isinstance(fused, ResidualLinear) and found and isinstance(found[-1], Attention):
-            fused = replace(fused, name="output")
-        found.append(fused)
-        del left[: len(taken)]
-    return tuple(found)
+    return tuple(kernel for block in blocks_of(layer) for kernel in _kernels(block))
+
+
+def _kernels(block: Block) -> Iterator[Fused]:
+    ends, sums = (block.output_norm, block.residual.scale), block.sum is not None
+    if isinstance(block, AttentionBlock):
+        assert not isinstance(block.input_norm, JoinNorms), "not in `SUPPORTED`"
+        yield NormLinear(block.input_norm, block.qkv)
+        yield Attention(block.qk_norm, block.rotate, block.attend, block.output)
+        yield ResidualLinear(block.output, *ends, name="output", sums=sums)
+    elif isinstance(block, GatedBlock):
+        clamped = bool(block.activate.traits)
+        yield NormLinear(block.norm, block.gate_up, None if clamped else block.activate)
+        if clamped:  # which is a kernel of its own
+            yield Activation(block.activate)
+        yield ResidualLinear(block.down, *ends, sums=sums)
+    else:
+        yield Mixture(block.norm, block.experts, *ends, sums=sums)
 
 
 def fusion_obstacle(plan: ModelPlan) -> str | None:
     """Return what keeps the layers of a model from the kernels of this package, or None."""
-    try:
-        for layer in dict.fromkeys(plan.layers):
-            fuse(layer)
-    except ValueError as error:
-        return str(error)
-    heads = {
-        (op.heads, op.kv_heads, op.head_dim, op.value_dim)
-        for op in plan.operations
-        if isinstance(op, Attend)
-    }
-    return "layers with different heads" if len(heads) > 1 else None
+    if (obstacle := blocks_obstacle(plan, SUPPORTED)) is not None:
+        return obstacle
+    blocks = (block for layer in set(plan.layers) for block in blocks_of(layer))
+    scaled = any(b.output_norm is not None and b.residual.scale != 1.0 for b in blocks)
+    return "residual with scale after a norm" if scaled else None
 
 
 def runs_by_pair(experts: Experts, tokens: int, expert_bytes: float) -> bool:

@@ -85,9 +85,8 @@ class _Kernel:
     """A kernel of a layer with its tensors."""
 
     fused: Fused
-    after: _Kernel | None
-    """The next one, which may be of the next layer."""
     linear: GpuLinear | None = None
+    """Of attention: the product that follows."""
     norm: GpuNorm | None = None
     experts: ExpertTensors | None = None
     output_norm: GpuNorm | None = None
@@ -99,9 +98,7 @@ class _Kernel:
     """Of attention: the first fields of `HeadRotation`."""
 
     @classmethod
-    def bind(
-        cls, fused: Fused, layer: BoundLayer, model: BoundModel, after: _Kernel | None
-    ) -> _Kernel:
+    def bind(cls, fused: Fused, layer: BoundLayer, model: BoundModel) -> _Kernel:
         """Return the kernel with the tensors of a layer."""
 
         def bound(norm: Norm | None) -> GpuNorm | None:
@@ -110,21 +107,19 @@ class _Kernel:
             return GpuNorm(layer.tensor(norm.weight), norm.eps, norm.offset)
 
         match fused:
-            case Attention(qk_norm, _, attend):
+            case Attention(qk_norm, _, attend, output):
                 sinks = None if attend.sinks is None else layer.tensor(attend.sinks)
                 form = attend.form(model.storage, sinks)
                 traits = qk_norm or model.plan.norm  # a missing norm has the traits of the others
                 weights = qk_norm and (layer.tensor(qk_norm.q), layer.tensor(qk_norm.k))
                 norms = (*(weights or (None, None)), traits.eps, traits.offset)
-                return cls(fused, after, form=form, place=layer.place, head_norms=norms)
+                linear = GpuLinear(*layer.linear(output))
+                return cls(fused, linear, form=form, place=layer.place, head_norms=norms)
             case Activation():
-                return cls(fused, after)
-            case Mixture():
-                norm, output_norm = bound(fused.norm), bound(fused.output_norm)
-                tensors = layer.experts(fused.experts)
-                return cls(fused, after, norm=norm, experts=tensors, output_norm=output_norm)
-        linear = GpuLinear(*layer.linear(fused.linear))
-        return cls(fused, after, linear=linear, norm=bound(fused.norm))
+                return cls(fused)
+            case Mixture(norm, op, output_norm):
+                return cls(fused, None, bound(norm), layer.experts(op), bound(output_norm))
+        return cls(fused, GpuLinear(*layer.linear(fused.linear)), bound(fused.norm))
 
 
 class GpuStack:
@@ -141,14 +136,10 @@ class GpuStack:
         """
         self.operations, self.any_batch = operations, any_batch
         self.collectives, self.storage = model.collectives, model.storage
-        self._layers: list[list[_Kernel]] = []
-        after: _Kernel | None = None
-        for layer in reversed(model.layers):
-            kernels: list[_Kernel] = []
-            for fused in reversed(fuse(layer.plan)):
-                after = _Kernel.bind(fused, layer, model, after)
-                kernels.insert(0, after)
-            self._layers.insert(0, kernels)
+        self._layers = [
+            [_Kernel.bind(fused, layer, model) for fused in fuse(layer.plan)]
+            for layer in model.layers
+        ]
         self._final_norm = model.plan.norm
         self._norm = GpuNorm(model.norm, model.plan.norm.eps, model.plan.norm.offset)
         self.has_experts = any(isinstance(op, Experts) for op in model.plan.operations)
@@ -301,19 +292,18 @@ class _Chain:
     def _attended(self, kernel: _Kernel, fused: Attention, qkv_TN: Tensor) -> Tensor:
         """Write keys and values, and attend: `[T, H * E]`."""
         assert kernel.head_norms is not None
+        assert kernel.linear is not None
         attend, kind, operations = fused.attend, fused.rotate.kind, self._operations
         angles = self._cos[kind], self._sin[kind]
         rotation = HeadRotation(*kernel.head_norms, *angles, attend.temperature)
         where, batch, form = (self._arena, kernel.place), self._batch, kernel.form
         if self._decodes:
-            after = kernel.after
-            next_weight = None if after is None or after.linear is None else after.linear.weight
             attended_TK = self._x.new_empty(self._x.shape[0], attend.features)
             with operation("decode_attention"):
                 operations.decode_attention(
                     *(qkv_TN, *where, rotation, batch, form, self._partials),
                     *(self._stack.counters, attended_TK),
-                    next_weight=next_weight,
+                    next_weight=kernel.linear.weight,
                 )
             return attended_TK
         with operation("rotate_and_store"):
