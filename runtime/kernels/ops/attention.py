@@ -59,58 +59,12 @@ _SCHEMA = (
     " SymInt? tokens_per_row, Tensor? query_start_loc, float scale, int window, float softcap,"
     " str storage, int value_dim, int chunk, Tensor? sinks) -> Tensor"
 )
-"""Arguments of the operator, which cannot be dataclasses; `_flat` and `_unflat` convert them.
+"""The arguments of `PagedAttention` for one layer group, taken apart: operators take no tuples.
 Compiled code would be specific to an `int`, and one version serves all values of a `SymInt`."""
-_BEFORE_FORM = 14
-"""Number of arguments before `AttentionForm`'s."""
 
 PagedAttention = Callable[
     [Tensor, Tensor, "Tensor | None", Tensor, LayerPlace, RaggedBatch, AttentionForm], Tensor
 ]
-
-
-def _flat(
-    q_THD: Tensor,
-    k_TGD: Tensor,
-    v_TGE: Tensor | None,
-    arena: Tensor,
-    place: LayerPlace,
-    batch: RaggedBatch,
-    form: AttentionForm,
-) -> tuple[Any, ...]:
-    """Return the arguments of the operator's schema, for the layer's group."""
-    return (
-        *(q_THD, k_TGD, v_TGE, arena, place.position),
-        *(batch.positions, batch.slots[place.group], batch.token_rows, batch.rows),
-        *(batch.block_tables[place.group], batch.read_blocks, batch.block_size),
-        *(batch.tokens_per_row, batch.query_start_loc, *form),
-    )
-
-
-def _unflat(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Inverse of `_flat`: return the arguments of `PagedAttention`, with one layer group."""
-    q, k, v, arena, layer, positions, slots, token_rows, rows, tables, *sizes = arguments[
-        :_BEFORE_FORM
-    ]
-    read_blocks, block_size, tokens_per_row, starts = sizes
-    batch = RaggedBatch(
-        positions=positions,
-        slots=slots[None],
-        token_rows=token_rows,
-        rows=rows,
-        block_tables=tables[None],
-        read_blocks=read_blocks,
-        block_size=block_size,
-        tokens_per_row=tokens_per_row,
-        query_start_loc=starts,
-    )
-    return q, k, v, arena, LayerPlace(0, layer), batch, AttentionForm(*arguments[_BEFORE_FORM:])
-
-
-def _fake(q_THD: Tensor, *arguments: Any) -> Tensor:
-    """Return an empty result of the right shape, for torch.compile."""
-    *_, value_dim, _chunk, _sinks = arguments
-    return q_THD.new_empty(q_THD.shape[0], q_THD.shape[1], value_dim)
 
 
 def define_paged_attention(name: str, implementation: PagedAttention) -> PagedAttention:
@@ -119,16 +73,29 @@ def define_paged_attention(name: str, implementation: PagedAttention) -> PagedAt
     The operator is opaque to torch.compile.
     """
     torch.library.define(f"stepgraph::{name}", _SCHEMA)
-    torch.library.impl(
-        f"stepgraph::{name}", "CUDA", lambda *arguments: implementation(*_unflat(arguments))
-    )
-    torch.library.register_fake(f"stepgraph::{name}", _fake)
     operator = getattr(torch.ops.stepgraph, name).default
 
-    def call(*arguments: Any) -> Tensor:
-        out: Tensor = operator(*_flat(*arguments))
+    def call(*given: Any) -> Tensor:
+        *tensors, place, batch, form = given
+        out: Tensor = operator(
+            *(*tensors, place.position, batch.positions, batch.slots[place.group]),
+            *(batch.token_rows, batch.rows, batch.block_tables[place.group], batch.read_blocks),
+            *(batch.block_size, batch.tokens_per_row, batch.query_start_loc, *form),
+        )
         return out
 
+    def run(q: Tensor, k: Tensor, v: Tensor | None, arena: Tensor, *rest: Any) -> Tensor:
+        layer, positions, slots, token_rows, rows, tables, *sizes = rest
+        batch = RaggedBatch(positions, slots[None], token_rows, rows, tables[None], *sizes[:4])
+        form = AttentionForm(*sizes[4:])
+        return implementation(q, k, v, arena, LayerPlace(0, layer), batch, form)
+
+    def fake(q_THD: Tensor, *given: Any) -> Tensor:
+        *_, value_dim, _chunk, _sinks = given
+        return q_THD.new_empty(*q_THD.shape[:2], value_dim)
+
+    torch.library.impl(f"stepgraph::{name}", "CUDA", run)
+    torch.library.register_fake(f"stepgraph::{name}", fake)
     return call
 
 
@@ -146,20 +113,12 @@ def reference_paged_attention(
     q, k and v have one dtype, also the arena's if it stores the model's dtype. The softmax is in
     float32. `arena[place.position]` is written in place. Each row reads `batch.read_blocks` blocks,
     whatever its length. A uniform batch attends in one call, each row over its own blocks. A ragged
-    batch processes one row after the other, with a mask over all tokens.
+    batch processes one row after the other, in which all tokens of other rows see nothing.
     """
-    slots_T = batch.slots[place.group]
-    for side, x_TGX in zip(arena[place.position], (k_TGD, v_TGE), strict=False):
-        assert x_TGX is not None, "an arena with two sides needs keys and values"
-        write_side(side, slots_T, x_TGX, batch.block_size, form.storage)
-    return reference_attend(q_THD, arena, place, batch, form)
-
-
-def reference_attend(
-    q_THD: Tensor, arena: Tensor, place: LayerPlace, batch: RaggedBatch, form: AttentionForm
-) -> Tensor:
-    """The second half of `reference_paged_attention`, after keys and values are written."""
     kv, device = arena[place.position], q_THD.device
+    for side, x_TGX in zip(kv, (k_TGD, v_TGE), strict=False):
+        assert x_TGX is not None, "an arena with two sides needs keys and values"
+        write_side(side, batch.slots[place.group], x_TGX, batch.block_size, form.storage)
     position_L = torch.arange(batch.read_blocks * batch.block_size, device=device)
     seen_TL = position_L <= batch.positions[:, None]
     if form.window:
@@ -170,15 +129,15 @@ def reference_attend(
     tables = batch.block_tables[place.group].index_select(0, batch.rows)
     tables_RB = tables[:, : batch.read_blocks]
     if batch.tokens_per_row is not None:
-        return _attend_uniform(q_THD, kv, tables_RB, seen_TL, batch, form)
+        return _attend_rows(q_THD, kv, tables_RB, seen_TL, batch.block_size, form)
     assert batch.query_start_loc is not None, "a ragged batch needs query_start_loc"
     out_THE = q_THD.new_zeros(q_THD.shape[0], q_THD.shape[1], form.value_dim)
     token_T = torch.arange(q_THD.shape[0], device=device)
     starts = batch.query_start_loc.unbind()
     for start, end, table_B in zip(starts[:-1], starts[1:], tables_RB.unbind(), strict=True):
-        own_T = (token_T >= start) & (token_T < end)
-        row_THE = _attend_row(q_THD, kv, table_B, own_T, seen_TL, batch.block_size, form)
-        out_THE = torch.where(own_T[:, None, None], row_THE, out_THE)
+        own_T1 = ((token_T >= start) & (token_T < end))[:, None]
+        row_THE = _attend_rows(q_THD, kv, table_B[None], seen_TL & own_T1, batch.block_size, form)
+        out_THE = torch.where(own_T1[:, None], row_THE, out_THE)
     return out_THE
 
 
@@ -192,22 +151,26 @@ arguments, and IndexError for an index out of range.
 """
 
 
-def _attend_uniform(
+def _attend_rows(
     q_THD: Tensor,
     kv: Tensor,
     tables_RB: Tensor,
     seen_TL: Tensor,
-    batch: RaggedBatch,
+    block_size: int,
     form: AttentionForm,
 ) -> Tensor:
-    """Attend each row to its own blocks; queries are the row's tokens and a group's heads."""
-    (t, h, d), n = q_THD.shape, batch.tokens_per_row
-    assert n is not None
+    """Attend each row to its own blocks; queries are the row's tokens and a group's heads.
+
+    Rows have equal numbers of tokens. The output of a token that sees no position is undefined.
+    """
+    (t, h, d), n = q_THD.shape, len(q_THD) // len(tables_RB)
     seen_RNL = seen_TL.view(-1, n, seen_TL.shape[1])
     seen_RL = seen_TL if n == 1 else seen_RNL.any(1)
-    k_RGLD, v_RGLE = _keys_and_values(
-        kv, tables_RB, seen_RL[:, None, :, None], q_THD, batch.block_size, form
-    )
+    # Zeros at positions that no token attends to, whatever the memory holds.
+    unseen = ~seen_RL[:, None, :, None]
+    sides = [read_side(side, tables_RB, block_size, form.storage) for side in kv]
+    sides = [side.masked_fill(unseen, 0).to(q_THD.dtype) for side in sides]
+    k_RGLD, v_RGLE = sides[0], sides[-1][..., : form.value_dim]
     r, g = k_RGLD.shape[:2]
     bad_RL: Tensor | None = None
     if n > 1:  # a later draft of the row may not be finite, which earlier tokens do not see
@@ -217,49 +180,13 @@ def _attend_uniform(
         v_RGLE = v_RGLE.masked_fill(bad_RL[:, None, :, None], 0)
     q_RGQD = q_THD.reshape(r, n, g, h // g, d).transpose(1, 2).flatten(2, 3)
     seen_RQL = seen_RNL if n == 1 else seen_RNL.repeat_interleave(h // g, dim=1)
-    out = _attend(q_RGQD, k_RGLD, v_RGLE, seen_RQL[:, None], form, _sinks_of(form, g, n))
+    sinks = None if form.sinks is None else form.sinks.view(g, -1, 1).repeat(1, n, 1)
+    out = _attend(q_RGQD, k_RGLD, v_RGLE, seen_RQL[:, None], form, sinks)
     out_THE: Tensor = out.unflatten(2, (n, h // g)).transpose(1, 2).reshape(t, h, form.value_dim)
     if bad_RL is None:
         return out_THE
     spoiled_T = (seen_RNL & bad_RL[:, None]).any(-1).flatten()
     return out_THE.masked_fill(spoiled_T[:, None, None], torch.nan)
-
-
-def _attend_row(
-    q_THD: Tensor,
-    kv: Tensor,
-    table_B: Tensor,
-    own_T: Tensor,
-    seen_TL: Tensor,
-    block_size: int,
-    form: AttentionForm,
-) -> Tensor:
-    """Attend all tokens to the blocks of one row. Results are valid for tokens of that row."""
-    t, h, d = q_THD.shape
-    seen_by_row_L = (own_T[:, None] & seen_TL).any(0)
-    k_GLD, v_GLE = _keys_and_values(kv, table_B, seen_by_row_L[:, None], q_THD, block_size, form)
-    g = k_GLD.shape[0]
-    q_GTD = q_THD.view(t, g, h // g, d).transpose(0, 1).flatten(1, 2)
-    seen = seen_TL.repeat_interleave(h // g, dim=0)
-    out = _attend(q_GTD[None], k_GLD[None], v_GLE[None], seen, form, _sinks_of(form, g, t))
-    out_THE: Tensor = out[0].unflatten(1, (t, h // g)).transpose(0, 1)
-    return out_THE.reshape(t, h, form.value_dim)
-
-
-def _keys_and_values(
-    kv: Tensor, tables: Tensor, seen: Tensor, q_THD: Tensor, block_size: int, form: AttentionForm
-) -> tuple[Tensor, Tensor]:
-    """Read the blocks in the dtype of q, with zeros at positions that no token attends to."""
-    sides = [
-        read_side(side, tables, block_size, form.storage).masked_fill(~seen, 0).to(q_THD.dtype)
-        for side in kv
-    ]
-    return sides[0], sides[-1][..., : form.value_dim]
-
-
-def _sinks_of(form: AttentionForm, groups: int, tokens: int) -> Tensor | None:
-    """The sinks of the queries `[groups, tokens * heads of a group, 1]`, or None."""
-    return None if form.sinks is None else form.sinks.view(groups, -1, 1).repeat(1, tokens, 1)
 
 
 def _attend(
