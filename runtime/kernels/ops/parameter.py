@@ -304,31 +304,20 @@ def _cut_sources(
 def _cut_source(source: Source, rows: range, columns: range | None) -> Source:
     shape = source.part_shape
     if source.name is None:
-        return Source(
-            None, (len(rows), *shape[1:]) if columns is None else (len(rows), len(columns))
-        )
+        width = shape[1:] if columns is None else (len(columns),)
+        return Source(None, (len(rows), *width))
     selection = source.selection
     if len(rows) < shape[0]:
-        selection = _narrow_rows(selection, rows)
+        selection = _narrow(selection, Slice(0, rows.start, len(rows)))
     if columns is not None and len(columns) < shape[1]:
         selection = _narrow(selection, Slice(1, columns.start, len(columns)))
     return source._replace(selection=selection)
 
 
-def _narrow_rows(selection: Selection | None, rows: range) -> Selection:
-    """Return a selection of these rows that reads no others of the tensor, if there is one."""
-    start, count = rows.start, len(rows)
-    match selection:
-        case Slice(dim=0):
-            return replace(selection, start=selection.start + start, count=count)
-        case ExpertRows():
-            first = selection.start + start * selection.step
-            return replace(selection, start=first, count=count)
-        case HeadRows() if not start % selection.head_dim and not count % selection.head_dim:
-            heads = count // selection.head_dim
-            return replace(selection, start=selection.start + start, heads=heads)
-    return _narrow(selection, Slice(0, start, count))
-
-
 def _narrow(selection: Selection | None, part: Slice) -> Selection:
+    """Return a selection of a part; of whole heads one that reads no others of the tensor."""
+    if isinstance(selection, HeadRows) and part.dim == 0:
+        heads, left = divmod(part.count, selection.head_dim)
+        if not left and not part.start % selection.head_dim:
+            return replace(selection, start=selection.start + part.start, heads=heads)
     return part if selection is None else Narrowed(selection, part)
