@@ -112,18 +112,16 @@ def blocks_of(plan: LayerPlan) -> list[Block]:
     blocks: list[Block] = []
     left = plan.operations
     while left:
-        for pattern in get_args(Block):
-            if (found := _match(pattern, left)) is not None:
-                blocks.append(pattern(*found))
-                left = left[sum(op is not None for op in found) :]
-                break
-        else:
+        found = (_first_block(pattern, left) for pattern in get_args(Block))
+        if (block := next((one for one in found if one is not None), None)) is None:
             raise ValueError(left[0].title)
+        blocks.append(block)
+        left = left[sum(op is not None for op in block) :]
     return blocks
 
 
-def _match(pattern: Any, operations: Sequence[Operation]) -> list[Operation | None] | None:
-    """Return the operations that a block consists of, by role, if these begin with such a block."""
+def _first_block(pattern: Any, operations: Sequence[Operation]) -> Block | None:
+    """Return the block of this kind that the operations begin with, or None."""
     found: list[Operation | None] = []
     left = list(operations)
     for kinds, optional in _roles(pattern):
@@ -133,7 +131,8 @@ def _match(pattern: Any, operations: Sequence[Operation]) -> list[Operation | No
             found.append(None)
         else:
             return None
-    return found
+    block: Block = pattern(*found)
+    return block
 
 
 @cache
@@ -275,7 +274,7 @@ def stack_arguments(
         else:
             _add_mlp(arguments, layer, block)
         arguments.integers.append(block.sum is not None)
-        _add_norm(arguments, layer, block.output_norm)
+        arguments.add_norm(*_bound(layer, block.output_norm))
         arguments.numbers.append(block.residual.scale)
         arguments.integers.append(ends_layer)
     arguments.add_norm(model.plan.norm, model.norm)
@@ -289,7 +288,13 @@ def _add_attention(arguments: OperatorArguments, layer: BoundLayer, block: Atten
     attend, temperature, qk_norm = block.attend, block.attend.temperature, block.qk_norm
     arguments.integers += [layer.place.group, layer.place.position, attend.window, attend.chunk]
     arguments.integers.append(block.rotate.kind)
-    _add_input_norm(arguments, layer, block.input_norm)
+    if isinstance(block.input_norm, JoinNorms):
+        norm, hidden = block.input_norm, block.input_norm.hidden
+        arguments.add_norm(norm, layer.tensor(norm.embeddings))
+        arguments.add_norm(norm, None if hidden is None else layer.tensor(hidden))
+    else:
+        arguments.add_norm(None, None)
+        arguments.add_norm(*_bound(layer, block.input_norm))
     arguments.tensors += layer.linear(block.qkv)
     arguments.integers += [
         qk_norm is not None and qk_norm.all_heads,
@@ -304,21 +309,10 @@ def _add_attention(arguments: OperatorArguments, layer: BoundLayer, block: Atten
     arguments.tensors += layer.linear(block.output)
 
 
-def _add_input_norm(
-    arguments: OperatorArguments, layer: BoundLayer, norm: Norm | JoinNorms | None
-) -> None:
-    if not isinstance(norm, JoinNorms):
-        arguments.add_norm(None, None)
-        _add_norm(arguments, layer, norm)
-        return
-    arguments.add_norm(norm, layer.tensor(norm.embeddings))
-    arguments.add_norm(norm, None if norm.hidden is None else layer.tensor(norm.hidden))
-
-
 def _add_mlp(
     arguments: OperatorArguments, layer: BoundLayer, block: GatedBlock | ExpertsBlock
 ) -> None:
-    _add_norm(arguments, layer, block.norm)
+    arguments.add_norm(*_bound(layer, block.norm))
     arguments.integers.append(isinstance(block, ExpertsBlock))
     if isinstance(block, ExpertsBlock):
         arguments.add_experts(block.experts, layer.experts(block.experts))
@@ -329,5 +323,5 @@ def _add_mlp(
         arguments.tensors += layer.linear(block.down)
 
 
-def _add_norm(arguments: OperatorArguments, layer: BoundLayer, norm: Norm | None) -> None:
-    arguments.add_norm(norm, None if norm is None else layer.tensor(norm.weight))
+def _bound(layer: BoundLayer, norm: Norm | None) -> tuple[Norm | None, Tensor | None]:
+    return norm, None if norm is None else layer.tensor(norm.weight)
