@@ -139,17 +139,10 @@ def _take_chunks(values_BNC: torch.Tensor, chunks_BK: torch.Tensor) -> torch.Ten
     return values_BNC.gather(1, chunks_BK[:, :, None].expand(-1, -1, _CHUNK))
 
 
-def _int64(bits: int) -> int:
-    """The int64 with the bits of an unsigned 64-bit number whose highest bit is set."""
-    return bits - (1 << 64)
-
-
 # Sums and products of int64 wrap around, and their low 64 bits equal the unsigned results'.
-_GAMMA = _int64(0x9E3779B97F4A7C15)
-
-_MIX_1 = _int64(0xBF58476D1CE4E5B9)
-
-_MIX_2 = _int64(0x94D049BB133111EB)
+_GAMMA, _MIX_1, _MIX_2 = (
+    bits - (1 << 64) for bits in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+)
 
 
 def _mix64(z_B: torch.Tensor) -> torch.Tensor:
