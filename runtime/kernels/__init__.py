@@ -22,16 +22,9 @@ from .cpu.build import (
 from .cpu.threads import limit_threads, resolve_threads
 from .ops.attention import AttentionForm, paged_attention, reference_paged_attention
 from .ops.batch import LayerPlace, RaggedBatch
-from .ops.experts import Experts, ExpertTensors, Routing, reference_experts, reference_route
+from .ops.experts import Experts, Routing, reference_experts
 from .ops.experts_operator import opaque_experts, packed_experts
-from .ops.linear import (
-    can_pack,
-    pack_linear,
-    packed_bytes,
-    packed_embedding,
-    packed_linear,
-    reference_linear,
-)
+from .ops.linear import can_pack, pack_linear, packed_linear, reference_linear
 from .ops.stack import DecoderStack, DecodeStep, Stack, stack_obstacle
 from .packed_memory import PackedMemory
 from .support import (
@@ -143,7 +136,6 @@ __all__ = [
     "AttentionForm",
     "DecodeStep",
     "DecoderStack",
-    "ExpertTensors",
     "Experts",
     "KernelChoice",
     "Kernels",
@@ -161,10 +153,7 @@ __all__ = [
     "packed_linear",
     "reference_experts",
     "reference_linear",
-    "reference_route",
     "pack_linear",
-    "packed_bytes",
-    "packed_embedding",
     "KernelBuildError",
     "batch_invariant_kernels",
     "build_cpu_ops",

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from stepgraph.runtime import kernels
-from stepgraph.runtime.kernels import Routing, packed_experts, reference_experts, reference_route
+from stepgraph.runtime.kernels import Routing, packed_experts, reference_experts
 from stepgraph.runtime.kernels.ops import experts as module
-from stepgraph.runtime.kernels.ops.experts import reference_choice
+from stepgraph.runtime.kernels.ops.experts import reference_choice, reference_route
 from stepgraph.runtime.kernels.ops.experts_operator import opaque_experts
 from torch.fx.experimental.proxy_tensor import make_fx
 

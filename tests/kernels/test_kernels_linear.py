@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from stepgraph.runtime import kernels
+from stepgraph.runtime.kernels.ops.linear import packed_bytes, packed_embedding
 from stepgraph.runtime.kernels.weights import INT8
 from torch import Tensor
 
@@ -49,9 +50,9 @@ def test_rows_of_a_packed_weight_are_the_weight(n: int, k: int, dtype: torch.dty
     weight = torch.randint(-127, 128, (n, k)).to(dtype)
     packed = kernels.pack_linear(weight)
     assert packed.is_contiguous()
-    assert packed.nbytes == kernels.packed_bytes(n, k, dtype)
+    assert packed.nbytes == packed_bytes(n, k, dtype)
     for tokens in (torch.arange(n), torch.randint(n, (700,))):
-        assert torch.equal(kernels.packed_embedding(tokens, packed, k), weight[tokens])
+        assert torch.equal(packed_embedding(tokens, packed, k), weight[tokens])
 
 
 @pytest.mark.sampled(31)

@@ -7,13 +7,9 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from stepgraph.runtime.kernels import (
-    Experts,
-    ExpertTensors,
-    Routing,
-    pack_linear,
-)
+from stepgraph.runtime.kernels import Experts, Routing, pack_linear
 from stepgraph.runtime.kernels.ops.activation import Activate
+from stepgraph.runtime.kernels.ops.experts import ExpertTensors
 from stepgraph.runtime.kernels.ops.parameter import Parameter, Source
 from stepgraph.runtime.kernels.weights import STORAGES, dequantise
 from torch import Tensor
