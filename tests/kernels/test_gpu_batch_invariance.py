@@ -16,6 +16,7 @@ from stepgraph.cache.arena import Storage
 from stepgraph.runtime import ConfigError, EngineConfig
 from stepgraph.runtime.engine.self_test import check_kernels
 from stepgraph.runtime.kernels import LayerPlace, Routing
+from stepgraph.runtime.kernels.ops.linear import LinearTensors
 from stepgraph.runtime.kernels.weights import FP8, INT8, MODEL, WeightStorage
 from stepgraph.runtime.loading.checkpoint import read_config
 from stepgraph.runtime.models.resolved_config import ResolvedConfig, check_batch_invariant
@@ -35,7 +36,7 @@ from stepgraph.runtime.kernels.triton.kernel_calls import (
     KernelCall,
     record_kernel_calls,
 )
-from stepgraph.runtime.kernels.triton.linear import GpuLinear, reference_linear
+from stepgraph.runtime.kernels.triton.linear import reference_linear
 from stepgraph.runtime.kernels.triton.linear_kernels import linear_of_any_rows
 from stepgraph.runtime.kernels.triton.prefill_attention import (
     any_tiling,
@@ -74,7 +75,7 @@ def test_rows_of_a_product_do_not_depend_on_the_others(
         weight, scales = weights.quantise(weight)
         scales = scales.to(DEVICE)
     bias = torch.randn(150, device=DEVICE).to(dtype)
-    linear = GpuLinear(weight.to(DEVICE), scales, bias)
+    linear = LinearTensors(weight.to(DEVICE), scales, bias)
     x = torch.randn(70, 200, device=DEVICE).to(dtype)
 
     def product(rows: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from stepgraph.runtime.kernels.triton.begin import Embedding, Rotations, begin_decode
+from stepgraph.runtime.kernels.triton.begin import Embedding, begin_decode
 from stepgraph.runtime.kernels.weights import INT8
 
 from ..rigs.gpu_references import DEVICE, reference_begin_decode
@@ -19,7 +19,7 @@ def test_every_byte_of_fp8_is_decoded() -> None:
     out = begin_decode(
         *(zero, zero, zero, zero.int().view(1, 1, 1), 1),
         Embedding(byte.view(torch.float8_e4m3fn), torch.ones(1, device=DEVICE), torch.float32),
-        Rotations(*torch.ones(2, 1, 1, device=DEVICE)),
+        (torch.ones(1, 1, device=DEVICE),) * 2,
     )
     expected = byte.view(torch.float8_e4m3fn).float()
     torch.testing.assert_close(out.x, expected, rtol=0, atol=0, equal_nan=True)
@@ -54,7 +54,7 @@ def test_a_step_begins_as_in_torch(
         torch.randint(100, (groups, rows, columns), dtype=torch.int32, device=DEVICE),
         block_size,
         Embedding(weight, scales, dtype, factor, held),
-        Rotations(*torch.rand(2, 3, half, device=DEVICE)),
+        torch.rand(2, 3, half, device=DEVICE).unbind(),
     )
     out, expected = begin_decode(*args), reference_begin_decode(*args)
     torch.testing.assert_close(tuple(out), tuple(expected), atol=1e-6, rtol=1e-6)
@@ -72,7 +72,7 @@ def test_angles_of_long_contexts() -> None:
         torch.ones(1, 5, 10_000_001, dtype=torch.int32, device=DEVICE),
         1,
         Embedding(torch.ones(5, 1, device=DEVICE), None, torch.float32),
-        Rotations(frequencies, torch.ones_like(frequencies)),
+        (frequencies, torch.ones_like(frequencies)),
     )
     angles = (positions[:, None].float() * frequencies).double()
     torch.testing.assert_close(out.cos[0].double(), angles.cos(), atol=1e-7, rtol=0)

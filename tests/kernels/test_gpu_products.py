@@ -11,8 +11,8 @@ pytest.importorskip("triton")
 
 import torch
 from stepgraph.runtime.kernels.ops.activation import Activate
+from stepgraph.runtime.kernels.ops.linear import LinearTensors
 from stepgraph.runtime.kernels.triton.linear import (
-    GpuLinear,
     LinearConfig,
     Pending,
     reference_linear,
@@ -212,7 +212,7 @@ def test_the_activation_by_itself(activate: Activate, dtype: torch.dtype) -> Non
 )
 def test_what_does_not_fit_is_an_error(weight: Tensor, raised: type[Exception]) -> None:
     product = Product("norm_linear", 1)
-    product.linear = GpuLinear(weight.to(DEVICE))
+    product.linear = LinearTensors(weight.to(DEVICE))
     with pytest.raises(raised):
         product.run()
 

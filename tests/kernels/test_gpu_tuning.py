@@ -17,13 +17,13 @@ pytest.importorskip("triton")
 
 from stepgraph.runtime.kernels import Experts, Routing
 from stepgraph.runtime.kernels.ops.activation import Activate
+from stepgraph.runtime.kernels.ops.linear import LinearTensors
 from stepgraph.runtime.kernels.triton import experts as tiles
 from stepgraph.runtime.kernels.triton import tuning
 from stepgraph.runtime.kernels.triton.kernel_calls import num_multiprocessors, record_kernel_calls
 from stepgraph.runtime.kernels.triton.linear import (
     EXPERT_PRODUCTS,
     ROW_CLASSES,
-    GpuLinear,
     LinearConfig,
 )
 from stepgraph.runtime.kernels.triton.linear_kernels import gate_up
@@ -82,7 +82,7 @@ def prefetched(config: LinearConfig, n: int, k: int) -> int:
 
     silu = Activate(name="activate", function="silu", features=n)
     with record_kernel_calls() as calls:
-        linear = GpuLinear(empty(2 * n, k))
+        linear = LinearTensors(empty(2 * n, k))
         gate_up(empty(1, k), linear, empty(1, n), activate=silu, config=config)
     amount: int = calls[0].constants["PREFETCH"]
     return amount

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 from stepgraph.runtime.kernels.ops.kv_storage import write_blocks
-from stepgraph.runtime.kernels.triton.begin import Beginning, Embedding, Rotations
-from stepgraph.runtime.kernels.triton.linear import GpuLinear, GpuNorm
+from stepgraph.runtime.kernels.ops.linear import LinearTensors
+from stepgraph.runtime.kernels.triton.begin import Beginning, Embedding
+from stepgraph.runtime.kernels.triton.linear import GpuNorm
 from stepgraph.runtime.kernels.weights import dequantise
 from torch import Tensor
 
@@ -28,18 +29,18 @@ def random_norm(features: int, dtype: torch.dtype, *, offset: bool = False) -> G
 
 def random_linear(
     n: int, k: int, dtype: torch.dtype, storage: str = "model", *, bias: bool = False
-) -> GpuLinear:
+) -> LinearTensors:
     """`[n, k]` with entries of about 1 / sqrt(k); `storage` as in `STORAGES`, or the model's."""
     bias_N = rows(1, n, dtype)[0] if bias else None
     if storage == "model":
-        return GpuLinear((rows(n, k, torch.float32) / k**0.5).to(dtype), None, bias_N)
+        return LinearTensors((rows(n, k, torch.float32) / k**0.5).to(dtype), None, bias_N)
     if storage.startswith("int8"):
         weight = torch.randint(-127, 128, (n, k), device=DEVICE, dtype=torch.int8)
     else:
         weight = (rows(n, k, torch.float32) * 64).clamp(-448, 448).to(torch.float8_e4m3fn)
     shape = (n, -(-k // 128)) if storage.endswith("blocks") else (n,)
     scales = (torch.rand(shape, device=DEVICE) + 0.5) / (64.0 * k**0.5)
-    return GpuLinear(weight, scales, bias_N)
+    return LinearTensors(weight, scales, bias_N)
 
 
 def error(out: Tensor, reference: Tensor) -> float:
@@ -59,7 +60,7 @@ def reference_begin_decode(
     block_tables: Tensor,
     block_size: int,
     embedding: Embedding,
-    rotations: Rotations,
+    rotations: tuple[Tensor, Tensor],
 ) -> Beginning:
     """What `begin_decode` does, in plain torch."""
     positions_T = positions_R[rows_T]
@@ -75,8 +76,8 @@ def reference_begin_decode(
         x_TD = dequantise(x_TD, embedding.scales[ids_T]).to(embedding.dtype)
     if own_T is not None:
         x_TD = x_TD.masked_fill(~own_T[:, None], 0.0)
-    angles_KTE = positions_T[:, None].float() * rotations.frequencies[:, None]
-    amplitudes = rotations.amplitudes[:, None]
+    frequencies, amplitudes = (part[:, None] for part in rotations)
+    angles_KTE = positions_T[:, None].float() * frequencies
     return Beginning(
         x=x_TD if embedding.factor == 1.0 else x_TD * embedding.factor,
         positions=positions_T,

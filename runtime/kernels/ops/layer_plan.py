@@ -20,7 +20,7 @@ from .batch import LayerPlace
 from .collectives import Collectives
 from .experts import Experts, ExpertTensors
 from .latent import LatentQueries
-from .linear import Linear
+from .linear import Linear, LinearTensors
 from .norms import Norm
 from .operation import LAYER_INPUT, Operation
 from .parameter import Parameter
@@ -146,17 +146,6 @@ class ModelPlan:
 
 
 # A plan with its tensors, for a backend to run.
-
-
-class LinearTensors(NamedTuple):
-    """A linear layer as stored: weight, scales and bias.
-
-    The weight is packed if the kernels pack weights; scales come from `WeightStorage.quantise`.
-    """
-
-    weight: Tensor
-    scales: Tensor | None
-    bias: Tensor | None
 
 
 @dataclass(frozen=True)

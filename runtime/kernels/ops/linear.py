@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -143,6 +144,17 @@ def reference_linear(
     if bias_N is not None:
         out_TN = out_TN + bias_N.float()
     return out_TN.to(x_TK.dtype)
+
+
+class LinearTensors(NamedTuple):
+    """A linear layer as stored: `x @ (weight * scales).T + bias`."""
+
+    weight: Tensor
+    """`[N, K]` in the model's dtype, int8 or float8_e4m3fn; packed if the kernels pack weights."""
+    scales: Tensor | None = None
+    """As `WeightStorage.quantise` returns them; None: the weight has the model's dtype."""
+    bias: Tensor | None = None
+    """`[N]` in the model's dtype."""
 
 
 class Projection(nn.Module):

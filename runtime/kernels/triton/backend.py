@@ -14,7 +14,7 @@ from ..choice import Kernels
 from ..ops.attention import paged_attention
 from ..ops.experts_operator import opaque_experts
 from ..ops.layer_plan import BoundModel
-from ..ops.linear import reference_linear
+from ..ops.linear import LinearTensors, reference_linear
 from ..ops.stack import DecodeStep, Stack
 from ..weights import WeightStorage
 from .fusion import fusion_obstacle
@@ -65,10 +65,8 @@ def gpu_kernels(
         """As `reference_linear`, by `Operations.norm_linear` where torch does not compile it."""
         if torch.compiler.is_compiling():
             return reference_linear(x_TK, weight_NK, bias_N, out_features, scales_N)
-        from .linear import GpuLinear
-
         out_TN = x_TK.new_empty(x_TK.shape[0], out_features)
-        chosen().norm_linear(x_TK, GpuLinear(weight_NK, scales_N, bias_N), out_TN)
+        chosen().norm_linear(x_TK, LinearTensors(weight_NK, scales_N, bias_N), out_TN)
         return out_TN
 
     if torch.cuda.is_available():

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..ops.linear import LinearTensors
 from .kernel_calls import call_kernel, let_dependents_start, wait_for_inputs
-from .linear import GpuLinear
 from .quantised import as_numbers, kernel_weight
 
 
@@ -31,15 +31,6 @@ class Embedding(NamedTuple):
     """What embeddings are multiplied by, a number of the model's dtype."""
     held: range | None = None
     """The tokens whose rows these are: embeddings of others are zeros. None: all tokens."""
-
-
-class Rotations(NamedTuple):
-    """How far pairs of elements turn from one position to the next."""
-
-    frequencies: Tensor
-    """float32 `[K, E]`, radians a position."""
-    amplitudes: Tensor
-    """float32 `[K, E]`: factors of cosines and sines."""
 
 
 class Beginning(NamedTuple):
@@ -63,15 +54,16 @@ def begin_decode(
     block_tables: Tensor,
     block_size: int,
     embedding: Embedding,
-    rotations: Rotations,
+    rotations: tuple[Tensor, Tensor],
 ) -> Beginning:
     """Read the rows' newest tokens and positions, and what follows from them; one kernel.
 
     `rows_T`, `token_ids_R` and `positions_R` are int64, `block_tables` is int32 `[G, R, B]`.
+    `rotations` are the frequencies and amplitudes of a `BoundModel`.
     """
     tokens, hidden = rows_T.shape[0], embedding.weight.shape[1]
     groups, state_rows, columns = block_tables.shape
-    kinds, half = rotations.frequencies.shape
+    kinds, half = rotations[0].shape
     device = rows_T.device
     out = Beginning(
         x=torch.empty(tokens, hidden, dtype=embedding.dtype, device=device),
@@ -81,7 +73,7 @@ def begin_decode(
         sin=torch.empty(kinds, tokens, half, device=device),
     )
     block = min(1024, triton.next_power_of_2(hidden))
-    weight, storage = kernel_weight(GpuLinear(embedding.weight, embedding.scales))
+    weight, storage = kernel_weight(LinearTensors(embedding.weight, embedding.scales))
     call_kernel(
         _begin_decode, (tokens, 1 + triton.cdiv(hidden, block)),
         rows_T, token_ids_R, positions_R, block_tables, weight, embedding.scales, *rotations, *out,
@@ -154,26 +146,15 @@ def _cos_sin(angle):  # type: ignore[no-untyped-def]
     quarter = tl.floor(wide * 0.6366197723675814 + 0.5)
     r = wide - quarter * 1.5707963267948966
     s = r * r
-    sine = (
-        s
-        * (
-            s * (s * (s * -2.505210838544172e-8 + 2.755731922398589e-6) - 1.984126984126984e-4)
-            + 8.333333333333333e-3
-        )
-        - 0.16666666666666666
-    ) * s * r + r
-    cosine = (
-        (
-            (
-                (s * (s * 2.08767569878681e-9 - 2.755731922398589e-7) + 2.48015873015873e-5) * s
-                - 1.388888888888889e-3
-            )
-            * s
-            + 4.1666666666666664e-2
-        )
-        * s
-        - 0.5
-    ) * s + 1.0
+    sine = s * -2.505210838544172e-8 + 2.755731922398589e-6
+    sine = s * sine - 1.984126984126984e-4
+    sine = s * sine + 8.333333333333333e-3
+    sine = (s * sine - 0.16666666666666666) * s * r + r
+    cosine = s * 2.08767569878681e-9 - 2.755731922398589e-7
+    cosine = s * cosine + 2.48015873015873e-5
+    cosine = cosine * s - 1.388888888888889e-3
+    cosine = cosine * s + 4.1666666666666664e-2
+    cosine = (cosine * s - 0.5) * s + 1.0
     turn = quarter.to(tl.int64) & 3
     swapped = (turn & 1) == 1
     first = tl.where(swapped, sine, cosine)

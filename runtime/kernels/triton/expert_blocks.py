@@ -26,10 +26,11 @@ from torch import Tensor
 
 from ..ops.activation import Activate
 from ..ops.experts import Experts, ExpertTensors
+from ..ops.linear import LinearTensors
 from ..weights.stored import FP8_BLOCK
 from .expert_routing import Routed
 from .kernel_calls import call_kernel, let_dependents_start, wait_for_inputs
-from .linear import GpuLinear, LinearConfig
+from .linear import LinearConfig
 from .quantised import as_operand, kernel_weight
 from .rowwise import activate, activation_constants, scaled
 
@@ -109,8 +110,8 @@ def experts_by_block(
     inner_NF = x_TD.new_empty(pairs, op.activate.features)
     products_ND = x_TD.new_empty(pairs, hidden, dtype=torch.float32)
     before, after = (routed.weights, None) if op.scaled_inputs else (None, routed.weights)
-    gate_up = GpuLinear(tensors.gate_up, tensors.gate_up_scales, tensors.gate_up_bias)
-    down = GpuLinear(tensors.down, tensors.down_scales, tensors.down_bias)
+    gate_up = LinearTensors(tensors.gate_up, tensors.gate_up_scales, tensors.gate_up_bias)
+    down = LinearTensors(tensors.down, tensors.down_scales, tensors.down_bias)
     shape, act = (op.per_token, op.total), op.activate
     _product(gate_up, x_TD, inner_NF, before, None, blocks, configs[0], *shape, act=act)
     _product(down, inner_NF, products_ND, None, after, blocks, configs[1], *shape)
@@ -137,13 +138,13 @@ def product_of_rows_by_expert(
     out_NR = x_NK.new_empty(pairs, rows)
     blocks = sort_pairs(experts_N, total, block_rows(pairs, total))
     config = block_tiles(pairs, total, x_NK.dtype)
-    linear = GpuLinear(weight.flatten(0, 1))
+    linear = LinearTensors(weight.flatten(0, 1))
     _product(linear, x_NK, out_NR, None, None, blocks, config, 1, total, transposed=transposed)
     return out_NR
 
 
 def _product(
-    linear: GpuLinear,
+    linear: LinearTensors,
     x: Tensor,
     out_NF: Tensor,
     input_weights: Tensor | None,

@@ -19,8 +19,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ..ops.experts import Experts, ExpertTensors, reference_choice
+from ..ops.linear import LinearTensors
 from .kernel_calls import call_kernel, let_dependents_start, wait_for_inputs
-from .linear import FEW_ROWS, GpuLinear
+from .linear import FEW_ROWS
 from .linear_kernels import RowSizes, tiled_product
 
 _ROUTER_ROWS = 2
@@ -73,7 +74,7 @@ def router_logits(
     block_t = 16 if tokens <= 16 or wide or any_tokens else 32
     # Few programs: each has 24 KiB of the router on their way.
     sizes = RowSizes(block_t, 16, 64, 2) if wide else RowSizes(block_t, 16, 256, 4)
-    tiled_product(x_TD, GpuLinear(router_RD, bias=bias_R), logits_TR, sizes)
+    tiled_product(x_TD, LinearTensors(router_RD, bias=bias_R), logits_TR, sizes)
     return logits_TR
 
 

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from ..ops.experts import Experts, ExpertTensors, reference_products
 from ..ops.experts_operator import define_experts
+from ..ops.linear import LinearTensors
 from ..weights.stored import FP8_BLOCK
 from .expert_blocks import block_tiles, experts_by_block
 from .expert_routing import Routed, route
@@ -41,7 +42,7 @@ from .kernel_calls import (
     num_multiprocessors,
     wait_for_inputs,
 )
-from .linear import EXPERT_PRODUCTS, FEW_ROWS, GpuLinear, LinearConfig
+from .linear import EXPERT_PRODUCTS, FEW_ROWS, LinearConfig
 from .quantised import as_numbers, kernel_weight
 from .rowwise import activate, activation_constants, scaled
 from .tuning import Product, TuningKey, lookup, tuning_key
@@ -247,7 +248,7 @@ def _experts_by_pair(
 ) -> None:
     (tokens, hidden), features, per_token = x_TD.shape, op.activate.features, op.per_token
     inner_TKF = x_TD.new_empty(tokens, per_token, features)
-    gate_up, storage = kernel_weight(GpuLinear(tensors.gate_up, tensors.gate_up_scales))
+    gate_up, storage = kernel_weight(LinearTensors(tensors.gate_up, tensors.gate_up_scales))
     config, block_f = configs[0], configs[0].block_n // 2
     shape = {"PER_TOKEN": per_token, "TOTAL": op.total, "SCALED_INPUTS": op.scaled_inputs}
     call_kernel(
@@ -257,7 +258,7 @@ def _experts_by_pair(
         num_warps=config.num_warps, K=hidden, BLOCK_N=block_f, BLOCK_K=config.block_k,
         STAGES=config.stages, **shape, **activation_constants(op.activate), **storage,
     )  # fmt: skip
-    down, storage = kernel_weight(GpuLinear(tensors.down, tensors.down_scales))
+    down, storage = kernel_weight(LinearTensors(tensors.down, tensors.down_scales))
     config = configs[1]
     call_kernel(
         down_kernel, (tokens, triton.cdiv(hidden, config.block_n)),

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..ops.linear import LinearTensors
 from ..ops.linear import reference_linear as linear_of_weight
 from ..ops.norms import RMSNorm
 
@@ -29,17 +30,6 @@ STORAGES = {
     torch.float8_e4m3fn: "fp8",
 }
 """How kernels call what a weight holds."""
-
-
-class GpuLinear(NamedTuple):
-    """A linear layer: `x @ (weight * scales).T + bias`."""
-
-    weight: Tensor
-    """`[N, K]`, contiguous, in the model's dtype, int8 or float8_e4m3fn."""
-    scales: Tensor | None = None
-    """float32 `[N]`, or `[N, ceil(K / 128)]`: a scale for each 128 input features."""
-    bias: Tensor | None = None
-    """`[N]` in the model's dtype."""
 
 
 class GpuNorm(NamedTuple):
@@ -98,7 +88,7 @@ def row_class(rows: int) -> int:
     raise ValueError(f"the kernel of few rows takes at most {FEW_ROWS}, got {rows}")
 
 
-def reference_linear(x_TK: Tensor, linear: GpuLinear) -> Tensor:
+def reference_linear(x_TK: Tensor, linear: LinearTensors) -> Tensor:
     """The product in plain torch, accumulated in float32 and rounded once: `[T, N]`."""
     weight = linear.weight if linear.scales is not None else linear.weight.float()
     bias = None if linear.bias is None else linear.bias.float()

@@ -38,6 +38,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..ops.activation import Activate
+from ..ops.linear import LinearTensors
 from .kernel_calls import (
     call_kernel,
     is_aligned,
@@ -49,7 +50,6 @@ from .kernel_calls import (
 from .linear import (
     FEW_ROWS,
     STORAGES,
-    GpuLinear,
     GpuNorm,
     LinearConfig,
     Pending,
@@ -253,7 +253,7 @@ def _grown(  # type: ignore[no-untyped-def]
 def linear_product(
     name: str,
     x_TK: Tensor,
-    linear: GpuLinear,
+    linear: LinearTensors,
     out_TN: Tensor,
     *,
     norm: GpuNorm | None = None,
@@ -262,7 +262,7 @@ def linear_product(
     activate: Activate | None = None,
     scale: float = 1.0,
     config: LinearConfig | None = None,
-    product: Callable[[Tensor, GpuLinear, Tensor], None] | None = None,
+    product: Callable[[Tensor, LinearTensors, Tensor], None] | None = None,
 ) -> None:
     """`out = residual + scale * linear(norm(x))`, of up to four rows in one kernel.
 
@@ -348,7 +348,7 @@ residual_linear = partial(linear_product, "residual_linear")
 
 def reference_product(
     x_TK: Tensor,
-    linear: GpuLinear,
+    linear: LinearTensors,
     *,
     norm: GpuNorm | None = None,
     pending: Pending | None = None,
@@ -380,7 +380,7 @@ class RowSizes(NamedTuple):
     num_warps: int = 4
 
 
-def library_linear(x_TK: Tensor, linear: GpuLinear, out_TN: Tensor) -> None:
+def library_linear(x_TK: Tensor, linear: LinearTensors, out_TN: Tensor) -> None:
     """`out = linear(x)`, any number of rows; all contiguous, activations in the model's dtype."""
     if linear.scales is not None:
         rows, n = out_TN.shape
@@ -396,7 +396,7 @@ def library_linear(x_TK: Tensor, linear: GpuLinear, out_TN: Tensor) -> None:
         torch.addmm(linear.bias, x_TK, linear.weight.T, out=out_TN)
 
 
-def linear_of_any_rows(x_TK: Tensor, linear: GpuLinear, out_TN: Tensor) -> None:
+def linear_of_any_rows(x_TK: Tensor, linear: LinearTensors, out_TN: Tensor) -> None:
     """As `library_linear`; the bits of a row do not depend on T, nor on the other rows."""
     sizes = _sizes(out_TN.shape[1], x_TK.dtype, num_multiprocessors(x_TK.device))
     tiled_product(x_TK, linear, out_TN, sizes)
@@ -412,7 +412,7 @@ def _sizes(n: int, dtype: torch.dtype, multiprocessors: int) -> RowSizes:
     return RowSizes(64, 32, 128, 4)
 
 
-def tiled_product(x_TK: Tensor, linear: GpuLinear, out_TN: Tensor, sizes: RowSizes) -> None:
+def tiled_product(x_TK: Tensor, linear: LinearTensors, out_TN: Tensor, sizes: RowSizes) -> None:
     """`out = linear(x)` in tiles of these sizes; of weights that are not quantised, `out` may have
     another dtype than `x`."""
     (rows, n), (weight, storage) = out_TN.shape, kernel_weight(linear)

@@ -23,9 +23,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..ops.linear import LinearTensors
 from ..weights.stored import FP8_BLOCK
 from .kernel_calls import compute_capability
-from .linear import STORAGES, GpuLinear
+from .linear import STORAGES
 
 _NUMBERS = {"int8": torch.int8, "fp8": torch.uint8}
 
@@ -184,7 +185,7 @@ def store_vectors(  # type: ignore[no-untyped-def]
     return stored
 
 
-def kernel_weight(linear: GpuLinear) -> tuple[Tensor, dict[str, Any]]:
+def kernel_weight(linear: LinearTensors) -> tuple[Tensor, dict[str, Any]]:
     """A weight as kernels take it (fp8 as its bits), and the constants that describe it."""
     weight = linear.weight
     storage = STORAGES[weight.dtype]

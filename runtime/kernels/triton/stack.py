@@ -34,15 +34,16 @@ from ..ops.attention import Attend, AttentionForm
 from ..ops.batch import LayerPlace, RaggedBatch
 from ..ops.experts import Experts, ExpertTensors
 from ..ops.layer_plan import BoundLayer, BoundModel
+from ..ops.linear import LinearTensors
 from ..ops.norms import Norm
 from ..ops.stack import Stack
-from .begin import Beginning, Embedding, Rotations, begin_decode
+from .begin import Beginning, Embedding, begin_decode
 from .decode_attention import decode_attention
 from .expert_routing import Routed, route
 from .experts import experts
 from .fusion import Activation, Attention, Fused, Mixture, NormLinear, ResidualLinear, fuse
 from .kernel_calls import num_multiprocessors
-from .linear import GpuLinear, GpuNorm, Pending
+from .linear import GpuNorm, Pending
 from .linear_kernels import gate_up, linear_of_any_rows, norm_linear, residual_linear
 from .prefill_attention import SPLIT, any_tiling, prefill_attention, prefill_tiles, prefill_tiling
 from .rowwise import activate_rows, norm_rows
@@ -85,7 +86,7 @@ class _Kernel:
     """A kernel of a layer with its tensors."""
 
     fused: Fused
-    linear: GpuLinear | None = None
+    linear: LinearTensors | None = None
     """Of attention: the product that follows."""
     norm: GpuNorm | None = None
     experts: ExpertTensors | None = None
@@ -113,13 +114,13 @@ class _Kernel:
                 traits = qk_norm or model.plan.norm  # a missing norm has the traits of the others
                 weights = qk_norm and (layer.tensor(qk_norm.q), layer.tensor(qk_norm.k))
                 norms = (*(weights or (None, None)), traits.eps, traits.offset)
-                linear = GpuLinear(*layer.linear(output))
-                return cls(fused, linear, form=form, place=layer.place, head_norms=norms)
+                linear, place = layer.linear(output), layer.place
+                return cls(fused, linear, form=form, place=place, head_norms=norms)
             case Activation():
                 return cls(fused)
             case Mixture(norm, op, output_norm):
                 return cls(fused, None, bound(norm), layer.experts(op), bound(output_norm))
-        return cls(fused, GpuLinear(*layer.linear(fused.linear)), bound(fused.norm))
+        return cls(fused, layer.linear(fused.linear), bound(fused.norm))
 
 
 class GpuStack:
@@ -393,7 +394,7 @@ class GpuDecodeStep:
             model.embedding_factor,
             None if self._shard is None else self._shard.vocab,
         )
-        self._rotations = Rotations(model.frequencies, model.amplitudes)
+        self._rotations = (model.frequencies, model.amplitudes)
 
     @torch.no_grad()
     def __call__(
