@@ -14,8 +14,8 @@ which
   log of the recorder (`event_name`), which holds its name and payload;
 - a call of the CUDA runtime and its work on the device have one `correlation` in common: all
   kernels of a replayed graph have the correlation of the `cudaGraphLaunch`;
-- kernels that overlap, as they do with programmatic dependent launch, share a row. Viewers draw
-  rows as stacks, and leave out what neither follows nor lies within what is on the row.
+- kernels that overlap, as they do with programmatic dependent launch, share a row. Perfetto shows
+  them from version 57.1 on; earlier ones leave some out.
 
 Importing this module imports no torch.
 """
@@ -56,8 +56,6 @@ DEVICE_CATEGORIES: Final = {
 whole one whose nodes were not traced; torch's profiler has none."""
 
 _PREFIX: Final = "stepgraph #"
-_JITTER_US: Final = 1e-3
-"""The resolution of the clocks: spans that overlap by this much count as consecutive."""
 
 
 class TraceError(ValueError):
@@ -209,7 +207,6 @@ def annotate(
             event["args"] = {**recorded.payload, **event.get("args", {})}
     for _ in name_work(events, Scopes(events), names):
         pass
-    _separate_overlaps(events)
 
 
 def name_work(
@@ -317,41 +314,6 @@ def _name_work(
     for key in ("operation", "layer"):
         if around.get(key) is not None:
             args[key] = around[key]
-
-
-def _separate_overlaps(events: list[Event]) -> None:
-    """Move work that begins before the work on its row has ended to a row of its own."""
-    rows: defaultdict[tuple[Any, Any], list[Event]] = defaultdict(list)
-    arrows = {}  # an arrow from a call ends where the work of the device begins
-    highest: defaultdict[Any, int] = defaultdict(int)
-    for event in events:
-        pid, tid = event.get("pid"), event.get("tid")
-        if isinstance(tid, int):
-            highest[pid] = max(highest[pid], tid)
-        if event.get("cat") in DEVICE_CATEGORIES:
-            rows[pid, tid].append(event)
-        elif event.get("ph") == "f":
-            arrows[pid, tid, event.get("id")] = event
-    for (pid, tid), work in rows.items():
-        ends: list[float] = []  # of the row itself and of the added ones
-        added = [tid]
-        for event in sorted(work, key=lambda event: event["ts"]):
-            begins = event["ts"] + _JITTER_US
-            row = next((row for row, end in enumerate(ends) if end <= begins), len(ends))
-            ends[row : row + 1] = [end_of(event)]
-            if row == len(added):
-                highest[pid] += 1
-                added.append(highest[pid])
-                about = {"ph": "M", "pid": pid, "tid": added[-1], "ts": 0}
-                name = {"name": f"stream {tid}, overlapping"}
-                events.append({**about, "name": "thread_name", "args": name})
-                if isinstance(tid, int):
-                    order = {"sort_index": tid}
-                    events.append({**about, "name": "thread_sort_index", "args": order})
-            arrow = arrows.get((pid, tid, event.get("args", {}).get("correlation")))
-            for moved in (event, arrow) if row else ():
-                if moved is not None and moved["ts"] == event["ts"]:
-                    moved["tid"] = added[row]
 
 
 def read_trace(path: Path | str) -> dict[str, Any]:

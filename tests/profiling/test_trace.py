@@ -168,8 +168,6 @@ class KinetoTrace:
             self._add(cat, name, DEVICE, tid, ts, dur)
             return
         self._add(cat, name, DEVICE, tid, ts, dur, correlation=correlation)
-        flow = {"cat": "ac2g", "name": "ac2g", "id": correlation, "pid": DEVICE, "tid": tid}
-        self.events.append({"ph": "f", **flow, "ts": ts, "bp": "e"})
 
     def _add(
         self, cat: str, name: str, pid: int, tid: int, ts: float, dur: float, **args: int
@@ -250,21 +248,6 @@ def test_kernels_that_are_launched_one_by_one_have_the_scope_of_their_launch():
     assert (inner["args"]["layer"], inner["args"]["operation"]) == (1, "down")
     assert (inner["args"]["kernel"], inner["args"]["step"]) == ("gemm", 2)
     assert (outside["name"], replayed["name"]) == ("last", "in a graph")
-
-
-def test_work_that_overlaps_gets_a_row_of_its_own() -> None:
-    trace = KinetoTrace()
-    trace.range("step", 0, 100, payload=0)
-    correlation = trace.call("cudaLaunchKernel", 5)
-    for ts, dur in ((10, 10), (18, 10), (27, 10), (40, 5)):
-        trace.work(correlation, "kernel", ts, dur)
-    annotate(trace.document, trace.log)
-    first, added, *others = [event["tid"] for event in work(trace)]
-    assert added != STREAM
-    assert {first, *others} == {STREAM}
-    (named,) = [e for e in trace.events if e["name"] == "thread_name"]
-    assert (named["pid"], named["tid"]) == (DEVICE, added)
-    assert named["args"]["name"] == f"stream {STREAM}, overlapping"
 
 
 def test_operations_of_the_host_are_without_those_inside_them(tmp_path) -> None:
