@@ -10,47 +10,29 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from ...cache.arena import SCALE_BYTES
+import torch
+
+from ...cache.arena import Arena
+from ...cache.spec import group_layers
 from ...profiling.attribution import OperationCost
 from ...profiling.command_line import aligned
 from ..config import EngineConfig
 from ..errors import ConfigError
+from ..kernels import select_kernels
 from ..kernels.ops.layer_plan import ModelPlan
-from ..kernels.ops.linear import Linear
-from ..kernels.ops.norms import Norm
-from ..kernels.triton.fusion import (
-    Activation,
-    Attention,
-    Fused,
-    Mixture,
-    ResidualLinear,
-    fuse,
-    fusion_obstacle,
-)
+from ..kernels.ops.operation import Operation
+from ..kernels.ops.parameter import Parameter
+from ..kernels.triton.fusion import Fused, Mixture, fuse, fusion_obstacle
 from ..loading.loader import resolve_source
 from ..models.config import ModelConfig
-from ..models.plan import model_plan
+from ..models.plan import model_plan, parameter_bytes
 from ..models.resolved_config import ResolvedConfig
 from ..models.sharding import shard_plan
 from .memory_report import describe_experts, describe_stored, num_rows
-
-_FLOAT32 = 4
-
-
-class StoredSizes(NamedTuple):
-    """Bytes of stored tensors."""
-
-    matrix_bytes: Callable[[int, int], int]
-    """(output features, input features) -> bytes of the weight of a linear layer, or of as many
-    rows of the embedding, as stored with its scales."""
-    element_bytes: int
-    """Bytes of an element of activations, norm weights and biases."""
-    kv_vector_bytes: int
-    """Bytes of the key or value of one head in the cache, with its scale."""
 
 
 class StepBytes(NamedTuple):
@@ -73,17 +55,8 @@ class StepBytes(NamedTuple):
         return self.launches * (self.weights + self.cache)
 
 
-def stored_sizes(config: ResolvedConfig, head_dim: int) -> StoredSizes:
-    """Return the bytes of what a step reads, as an engine stores it."""
-    return StoredSizes(
-        matrix_bytes=lambda n, k: config.weights.nbytes(n, k, config.dtype),
-        element_bytes=config.dtype.itemsize,
-        kv_vector_bytes=head_dim * config.kv_element_bytes + SCALE_BYTES[config.storage],
-    )
-
-
 def step_bytes(
-    plan: ModelPlan, sizes: StoredSizes, *, rows: int, context: int
+    plan: ModelPlan, config: ResolvedConfig, *, rows: int, context: int
 ) -> tuple[StepBytes, ...]:
     """Return the operations of a decode step in the order of their first launch.
 
@@ -92,76 +65,56 @@ def step_bytes(
 
     Args:
         plan: the model, or the part of it that a rank of a tensor-parallel group has.
-        sizes: bytes of its stored tensors.
+        config: dtypes of the model, its weights and its cache; nothing else of it counts.
         rows: rows that decode, without padding.
         context: tokens of each row, including the newest.
     """
+    kernels = select_kernels("cpu", "eager", config.dtype, config.weights, "torch")
+    groups = group_layers(plan.states)
+    arena = Arena(groups, 1, 1, config.dtype, torch.device("meta"), config.storage)
+
+    def weights(parameters: Iterable[Parameter]) -> int:
+        return sum(parameter_bytes(p, kernels, config.dtype) for p in parameters)
+
+    def reads(fused: Fused) -> Iterator[StepBytes]:
+        """Yield the kernels of a part of a layer."""
+        if isinstance(fused, Mixture):  # reads the experts that the rows choose
+            op = fused.experts
+            stacked = (op.gate_up, op.down, op.gate_up_bias, op.down_bias)
+            chosen = weights(p for p in op.parameters if p in stacked)
+            norm, output_norm = (n.parameters if n else () for n in (fused.norm, fused.output_norm))
+            found = {
+                "norm_rows": weights(norm),
+                "route": weights(p for p in op.parameters if p not in stacked),
+                "experts": round(op.expected_experts(rows) * chosen / op.total)
+                + weights(output_norm),
+            }
+            yield from (StepBytes(name, found[name]) for name in fused.operations)
+            return
+        parts = [part for part in vars(fused).values() if isinstance(part, Operation)]
+        states = [state for part in parts for state in part.states]
+        cache = rows * arena.bytes_read(group_layers(states), context) if states else 0
+        yield StepBytes(
+            fused.name,
+            weights(p for part in parts for p in part.parameters),
+            cache,
+            states[0].window if states else None,
+        )
+
     counted: Counter[StepBytes] = Counter()
     for layer, times in Counter(plan.layers).items():
         for fused in fuse(layer):
-            for read in _reads(fused, sizes, rows, context):
+            for read in reads(fused):
                 counted[read] += times
     names = list(dict.fromkeys(read.name for read in counted))
     in_order = sorted(counted.items(), key=lambda item: names.index(item[0].name))
     return (
         StepBytes("begin"),
         *(read._replace(launches=count) for read, count in in_order),
-        StepBytes(plan.norm.name, _norm(plan.norm, sizes)),
-        StepBytes("head", _linear(plan.head, sizes)),
+        StepBytes(plan.norm.name, weights(plan.norm.parameters)),
+        StepBytes("head", weights(plan.head.parameters)),
         StepBytes("greedy"),
     )
-
-
-def _reads(fused: Fused, sizes: StoredSizes, rows: int, context: int) -> Iterator[StepBytes]:
-    """Yield the operations that compute a part of a layer."""
-    if isinstance(fused, Mixture):
-        yield from _mixture(fused, sizes, rows)
-    elif isinstance(fused, Attention):
-        attend = fused.attend
-        vectors = attend.parameters + (() if fused.qk_norm is None else fused.qk_norm.parameters)
-        position = attend.sides * attend.kv_heads * sizes.kv_vector_bytes
-        yield StepBytes(
-            fused.name,
-            sum(vector.elements for vector in vectors) * sizes.element_bytes,
-            rows * min(context, attend.reach or context) * position,
-            attend.reach or None,
-        )
-    elif isinstance(fused, Activation):
-        yield StepBytes(fused.name)
-    else:
-        norm = None if isinstance(fused, ResidualLinear) and fused.norm is None else fused.norm
-        yield StepBytes(fused.name, _norm(norm, sizes) + _linear(fused.linear, sizes))
-
-
-def _mixture(fused: Mixture, sizes: StoredSizes, rows: int) -> Iterator[StepBytes]:
-    """Yield the operations of a mixture, which reads the experts that the rows choose."""
-    op, element_bytes = fused.experts, sizes.element_bytes
-    hidden, features = op.router.shape[1], op.activate.features
-    expert = sizes.matrix_bytes(2 * features, hidden) + sizes.matrix_bytes(hidden, features)
-    biases = sum(p.elements for p in (op.gate_up_bias, op.down_bias) if p is not None)
-    used = op.expected_experts(rows) * (expert + biases // op.total * element_bytes)
-    router = op.router.elements * element_bytes
-    if op.router_bias is not None:
-        router += op.router_bias.elements * element_bytes
-    if op.correction is not None:
-        router += op.correction.elements * _FLOAT32
-    reads = {
-        "norm_rows": _norm(fused.norm, sizes),
-        "route": router,
-        "experts": round(used) + _norm(fused.output_norm, sizes),
-    }
-    for name in fused.operations:
-        yield StepBytes(name, reads[name])
-
-
-def _norm(norm: Norm | None, sizes: StoredSizes) -> int:
-    return 0 if norm is None else norm.weight.elements * sizes.element_bytes
-
-
-def _linear(linear: Linear, sizes: StoredSizes) -> int:
-    bias = 0 if linear.bias is None else linear.bias.elements
-    matrix = sizes.matrix_bytes(linear.out_features, linear.in_features)
-    return matrix + bias * sizes.element_bytes
 
 
 def floor_bytes(reads: Sequence[StepBytes]) -> int:
@@ -192,8 +145,7 @@ def decode_operation_costs(
     plan = model_plan(model)
     if fusion_obstacle(plan) is not None:
         return []
-    sizes = stored_sizes(config, model.head_dim)
-    return operation_costs(step_bytes(plan, sizes, rows=rows, context=context))
+    return operation_costs(step_bytes(plan, config, rows=rows, context=context))
 
 
 def resolve_fused(source: str | Path, config: EngineConfig) -> tuple[ModelConfig, ResolvedConfig]:
@@ -240,10 +192,9 @@ def explain_step(
             f"a context of {context} exceeds the {resolved.max_model_len} positions of the model"
         )
     plan = model_plan(model)
-    sizes = stored_sizes(resolved, model.head_dim)
 
     def reads(plan: ModelPlan) -> tuple[StepBytes, ...]:
-        return step_bytes(plan, sizes, rows=rows, context=context)
+        return step_bytes(plan, resolved, rows=rows, context=context)
 
     point = (
         f"{source} in {describe_stored(resolved)}, {num_rows(rows)} of {context:,} tokens at"

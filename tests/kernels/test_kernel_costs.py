@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from stepgraph.runtime import EngineConfig
 from stepgraph.runtime.models.config import ModelConfig, Rope
 from stepgraph.runtime.models.families import ExpertsConfig
 from stepgraph.runtime.models.plan import fused_layout, model_plan
-from stepgraph.runtime.tools.step_costs import StoredSizes, floor_bytes, step_bytes
+from stepgraph.runtime.models.resolved_config import ResolvedConfig
+from stepgraph.runtime.tools.step_costs import floor_bytes, step_bytes
 
 FIELDS: dict[str, Any] = {"rms_norm_eps": 1e-5, "rope_theta": 1e4, "max_position_embeddings": 64}
 
@@ -36,14 +38,19 @@ SMALL = ModelConfig(
     **FIELDS,
 )
 PLAN = model_plan(SMALL)
-SIZES = StoredSizes(lambda n, k: 2 * n * k, element_bytes=2, kv_vector_bytes=8)
+
+
+def stored(model: ModelConfig, **dtypes: str) -> ResolvedConfig:
+    return ResolvedConfig.resolve(EngineConfig(device="cpu", mode="eager", **dtypes), model)
+
+
+BFLOAT16 = stored(SMALL, dtype="bfloat16")
 counts = st.integers(1, 50)
 
 
 @st.composite
-def shapes(draw: st.DrawFn) -> tuple[ModelConfig, StoredSizes]:
+def shapes(draw: st.DrawFn) -> tuple[ModelConfig, ResolvedConfig]:
     """Models of all traits that kernels have, stored in any way."""
-    number, scales = draw(st.sampled_from([1, 2, 4])), draw(st.booleans())
     kind = draw(st.sampled_from(["llama", "qwen3", "gemma2", "gemma3_text"]))
     window = draw(st.integers(1, 40))
     slides = draw(st.lists(st.booleans(), min_size=1, max_size=6))
@@ -63,38 +70,44 @@ def shapes(draw: st.DrawFn) -> tuple[ModelConfig, StoredSizes]:
         **windowed([window if slide else None for slide in slides]),
         **FIELDS,
     )
-    element_bytes = draw(st.sampled_from([2, 4]))
-    return model, StoredSizes(
-        lambda n, k: n * k * number + (4 * n if scales else 0), element_bytes, draw(counts)
+    stored_as = st.sampled_from(["auto", "int8", "fp8"])
+    return model, stored(
+        model,
+        dtype=draw(st.sampled_from(["bfloat16", "float32"])),
+        weight_dtype=draw(stored_as),
+        kv_dtype=draw(stored_as),
     )
 
 
-def weights_of_a_step(model: ModelConfig, sizes: StoredSizes) -> int:
+def weights_of_a_step(model: ModelConfig, config: ResolvedConfig) -> int:
     """Every parameter but an embedding that is not the head, counted one by one."""
     layout = fused_layout(model)
     if not model.tie_word_embeddings:
         del layout["embed_tokens.weight"]
     return sum(
-        sizes.matrix_bytes(*shape) if len(shape) == 2 else sizes.element_bytes * shape[0]
+        config.weights.nbytes(*shape, config.dtype)
+        if len(shape) == 2
+        else config.dtype.itemsize * shape[0]
         for shape in (parameter.shape for parameter in layout.values())
     )
 
 
 @given(shapes(), counts, counts)
 def test_operations_together_are_the_step(
-    shape: tuple[ModelConfig, StoredSizes], rows: int, context: int
+    shape: tuple[ModelConfig, ResolvedConfig], rows: int, context: int
 ) -> None:
-    model, sizes = shape
-    reads = step_bytes(model_plan(model), sizes, rows=rows, context=context)
+    model, config = shape
+    reads = step_bytes(model_plan(model), config, rows=rows, context=context)
     windows = [model.window(layer) for layer in range(model.num_layers)]
     attended = sum(min(context, window or context) for window in windows)
-    kv_bytes = attended * 2 * model.num_kv_heads * sizes.kv_vector_bytes
-    assert floor_bytes(reads) == weights_of_a_step(model, sizes) + rows * kv_bytes
+    vector = model.head_dim * config.kv_element_bytes + (0 if config.storage == "model" else 2)
+    kv_bytes = attended * 2 * model.num_kv_heads * vector
+    assert floor_bytes(reads) == weights_of_a_step(model, config) + rows * kv_bytes
     assert sum(read.launches for read in reads) == 4 + 5 * model.num_layers
 
 
 def test_operations_by_hand() -> None:
-    reads = step_bytes(PLAN, SIZES, rows=3, context=9)
+    reads = step_bytes(PLAN, BFLOAT16, rows=3, context=9)
     found = {(read.name, read.window): read for read in reads}
     names = ["begin", "norm_linear", *["decode_attention"] * 2, "output", "gate_up", "down"]
     assert [read.name for read in reads] == [*names, "final_norm", "head", "greedy"]
@@ -120,7 +133,7 @@ def test_mixture_reads_the_experts_that_its_tokens_choose(rows: int) -> None:
         num_experts=8, num_experts_per_tok=2, moe_intermediate_size=10, dense_layers=(1,)
     )
     model = dataclasses.replace(SMALL, model_type="qwen3_moe", experts=experts)
-    reads = {r.name: r for r in step_bytes(model_plan(model), SIZES, rows=rows, context=9)}
+    reads = {r.name: r for r in step_bytes(model_plan(model), BFLOAT16, rows=rows, context=9)}
     assert reads["norm_rows"].launches == reads["route"].launches == reads["experts"].launches == 2
     assert reads["gate_up"].launches == reads["down"].launches == 1
     assert reads["route"].weights == 8 * 12 * 2

@@ -69,8 +69,8 @@ def test_files_without_kernel_names_are_refused(tmp_path: Path) -> None:
 
 @given(shapes(), st.integers(1, 9), st.integers(1, 99))
 def test_costs_of_operations_are_the_floor_of_the_step(shape: Any, rows: int, context: int) -> None:
-    model, sizes = shape
-    costs = step_bytes(model_plan(model), sizes, rows=rows, context=context)
+    model, config = shape
+    costs = step_bytes(model_plan(model), config, rows=rows, context=context)
     operations = operation_costs(costs)
     assert len({cost.operation for cost in operations}) == len(operations)
     rounding = sum(cost.launches for cost in operations)

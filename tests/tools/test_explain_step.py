@@ -10,7 +10,7 @@ import torch
 from stepgraph.runtime import ConfigError, Engine, EngineConfig
 from stepgraph.runtime.bench.explain import main
 from stepgraph.runtime.models.plan import model_plan
-from stepgraph.runtime.tools.step_costs import explain_step, floor_bytes, step_bytes, stored_sizes
+from stepgraph.runtime.tools.step_costs import explain_step, floor_bytes, step_bytes
 
 BANDWIDTH = 4.3e12
 # Microseconds of a bf16 step at 4.3 TB/s: model, rows, context, floor.
@@ -54,11 +54,10 @@ def test_operations_read_what_an_engine_reads(
     engine = open_engine(variant, weight_dtype=weight_dtype, kv_dtype=kv_dtype, dtype="bfloat16")
     assert engine.config.dtype == torch.bfloat16
     plan = model_plan(engine.model_config)
-    sizes = stored_sizes(engine.config, engine.model_config.head_dim)
     rounded = 0 if engine.model_config.experts is None else len(plan.layers)  # experts, by layer
     for rows, context in ((1, 1), (3, 200), (9, 1)):
         expected = engine.weight_bytes_read(rows) + rows * engine.kv_bytes_read(context)
-        found = floor_bytes(step_bytes(plan, sizes, rows=rows, context=context))
+        found = floor_bytes(step_bytes(plan, engine.config, rows=rows, context=context))
         assert abs(found - expected) <= rounded
 
 
