@@ -12,47 +12,42 @@ import os
 import runpy
 import sys
 import time
-from collections.abc import Sequence
-from itertools import pairwise
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Sequence
+from contextlib import closing
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
 
-class Runtime:
-    """A runtime that is stepped by hand: `add` queues prompts, which are decoded greedily."""
+class Stepped(ABC):
+    """A runtime whose steps are called one by one."""
 
     version: str
     stored_as: str | None = None
     """Type of the weights of linear layers; None: the dtype of everything else."""
 
     def __init__(self, load: dict[str, Any]) -> None:
-        self._load = load
+        self._most_tokens: int = load["tokens"]
 
-    def add(self, prompts: list[list[int]], max_tokens: int) -> None:
-        """Queue prompts, of which each gets at most `max_tokens`."""
-        raise NotImplementedError
+    @abstractmethod
+    def decode(self, prompts: list[list[int]], max_tokens: int) -> Generator[Sequence[int]]:
+        """Decode prompts greedily, each up to `max_tokens`; drop them when closed.
 
-    def step(self) -> Sequence[int]:
-        """Return the numbers of the prompts that got a token."""
-        raise NotImplementedError
-
-    def end(self) -> None:
-        """Drop the requests."""
-        raise NotImplementedError
+        Yields after each step the numbers of the prompts that got a token.
+        """
 
     def run(self, prompts: list[list[int]], steps: int) -> dict[str, Any]:
         """Decode a batch; return the milliseconds from one set of its tokens to the next."""
-        self.add(prompts, self._load["tokens"] - len(prompts[0]))
         rows, decoding = set(range(len(prompts))), set[int]()
-        while decoding < rows:
-            decoding.update(self.step())
-        seconds = [time.perf_counter()]
-        for _ in range(steps):
-            got = self.step()
-            seconds.append(time.perf_counter())
-            if set(got) != rows:
-                raise RuntimeError(f"a step decoded rows {list(got)}, expected all {len(rows)}")
-        self.end()
+        with closing(self.decode(prompts, self._most_tokens - len(prompts[0]))) as decoded:
+            while decoding < rows:
+                decoding.update(next(decoded))
+            seconds = [time.perf_counter()]
+            for got in islice(decoded, steps):
+                seconds.append(time.perf_counter())
+                if set(got) != rows:
+                    raise RuntimeError(f"a step decoded rows {list(got)}, expected all {len(rows)}")
         return {"step_ms": milliseconds(seconds)}
 
 
@@ -61,7 +56,7 @@ def milliseconds(seconds: list[float]) -> list[float]:
     return [1e3 * (after - before) for before, after in pairwise(seconds)]
 
 
-class Transformers(Runtime):
+class Transformers:
     """`generate` of transformers with a static cache, whose steps a streamer times.
 
     It copies the tokens of every step to the host for the streamer, and its work between two steps
@@ -72,6 +67,7 @@ class Transformers(Runtime):
     """Decode steps, at least, before any counts: compiling, capturing and the first replays."""
     MOST_SHAPES = 64
     """Shapes that decoding is compiled for; beyond the limit it would silently run uncompiled."""
+    stored_as = None
 
     def __init__(self, load: dict[str, Any]) -> None:
         import torch
@@ -144,7 +140,7 @@ class Transformers(Runtime):
         return {"step_ms": milliseconds(seconds), "token_ids": list(zip(*tokens, strict=True))}
 
 
-class OpenVino(Runtime):
+class OpenVino(Stepped):
     """OpenVINO GenAI's continuous batching over a model that optimum-intel exports."""
 
     LEAST_BLOCK = 16
@@ -177,31 +173,29 @@ class OpenVino(Runtime):
             INFERENCE_PRECISION_HINT=dtype,
             KV_CACHE_PRECISION=dtype,
         )
-        self._handles: list[Any] = []
 
-    def add(self, prompts: list[list[int]], max_tokens: int) -> None:
+    def decode(self, prompts: list[list[int]], max_tokens: int) -> Generator[Sequence[int]]:
         import numpy as np
 
         config = self._genai.GenerationConfig(
             do_sample=False, eos_token_id=0, ignore_eos=True, max_new_tokens=max_tokens
         )
-        self._handles = [
+        handles = [
             self._pipeline.add_request(i, self._openvino.Tensor(np.array([prompt])), config)
             for i, prompt in enumerate(prompts)
         ]
+        try:
+            while True:
+                self._pipeline.step()
+                yield [i for i, h in enumerate(handles) if h.can_read() and h.read()]
+        finally:
+            for handle in handles:
+                handle.cancel()
+            while self._pipeline.has_non_finished_requests():
+                self._pipeline.step()
 
-    def step(self) -> list[int]:
-        self._pipeline.step()
-        return [i for i, h in enumerate(self._handles) if h.can_read() and h.read()]
 
-    def end(self) -> None:
-        for handle in self._handles:
-            handle.cancel()
-        while self._pipeline.has_non_finished_requests():
-            self._pipeline.step()
-
-
-class Vllm(Runtime):
+class Vllm(Stepped):
     """vLLM's engine in this process, stepped by hand."""
 
     def __init__(self, load: dict[str, Any]) -> None:
@@ -228,28 +222,26 @@ class Vllm(Runtime):
                 disable_log_stats=True,
             )
         )
-        self._ids: list[str] = []
         self._added = 0
 
-    def add(self, prompts: list[list[int]], max_tokens: int) -> None:
+    def decode(self, prompts: list[list[int]], max_tokens: int) -> Generator[Sequence[int]]:
         params = self._vllm.SamplingParams(
             temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False
         )
-        self._ids = [str(self._added + i) for i in range(len(prompts))]
+        ids = [str(self._added + i) for i in range(len(prompts))]
         self._added += len(prompts)
-        for request_id, prompt in zip(self._ids, prompts, strict=True):
+        for request_id, prompt in zip(ids, prompts, strict=True):
             self._engine.add_request(request_id, {"prompt_token_ids": prompt}, params)
+        try:
+            while True:
+                yield [ids.index(output.request_id) for output in self._engine.step()]
+        finally:
+            self._engine.abort_request(ids)
+            while self._engine.has_unfinished_requests():
+                self._engine.step()
 
-    def step(self) -> list[int]:
-        return [self._ids.index(output.request_id) for output in self._engine.step()]
 
-    def end(self) -> None:
-        self._engine.abort_request(self._ids)
-        while self._engine.has_unfinished_requests():
-            self._engine.step()
-
-
-class LlamaCpp(Runtime):
+class LlamaCpp(Stepped):
     """llama.cpp, through the low-level API of llama-cpp-python; see `gguf_writer` for models."""
 
     CHUNK = 512
@@ -277,28 +269,25 @@ class LlamaCpp(Runtime):
             raise RuntimeError("llama.cpp cannot load the model")
         self._vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
         self._batch = llama_cpp.llama_batch_init(max(self.CHUNK, load["rows"]), 0, 1)
-        self._waiting: list[list[int]] = []
-        self._latest: list[int] = []
-        self._lengths: list[int] = []
 
-    def add(self, prompts: list[list[int]], max_tokens: int) -> None:
-        self._waiting = prompts[::-1]
-
-    def step(self) -> list[int]:
-        if self._waiting:
-            prompt, row = self._waiting.pop(), len(self._latest)
-            for start in range(0, len(prompt), self.CHUNK):
-                chunk = prompt[start : start + self.CHUNK]
-                tokens = [(token, start + i, row) for i, token in enumerate(chunk)]
-                last = start + self.CHUNK >= len(prompt)
-                self._latest[row:] = self._decode(tokens, outputs=int(last))
-            self._lengths.append(len(prompt))
-            return [row]
-        rows = range(len(self._latest))
-        tokens = list(zip(self._latest, self._lengths, rows, strict=True))
-        self._latest = self._decode(tokens, outputs=len(tokens))
-        self._lengths = [length + 1 for length in self._lengths]
-        return list(rows)
+    def decode(self, prompts: list[list[int]], max_tokens: int) -> Generator[Sequence[int]]:
+        latest: list[int] = []
+        try:
+            for row, prompt in enumerate(prompts):
+                for start in range(0, len(prompt), self.CHUNK):
+                    chunk = prompt[start : start + self.CHUNK]
+                    tokens = [(token, start + i, row) for i, token in enumerate(chunk)]
+                    last = start + self.CHUNK >= len(prompt)
+                    latest[row:] = self._decode(tokens, outputs=int(last))
+                yield [row]
+            rows = range(len(prompts))
+            for step in range(max_tokens):
+                lengths = [len(prompt) + step for prompt in prompts]
+                tokens = list(zip(latest, lengths, rows, strict=True))
+                latest = self._decode(tokens, outputs=len(tokens))
+                yield rows
+        finally:
+            self._api.llama_memory_clear(self._api.llama_get_memory(self._context), True)
 
     def _decode(self, tokens: list[tuple[int, int, int]], outputs: int) -> list[int]:
         """Run (token, position, sequence) triples; return what follows the last `outputs`."""
@@ -318,12 +307,8 @@ class LlamaCpp(Runtime):
         best = np.ctypeslib.as_array(logits, (outputs, self._vocab)).argmax(axis=1)
         return [int(token) for token in best]
 
-    def end(self) -> None:
-        self._api.llama_memory_clear(self._api.llama_get_memory(self._context), True)
-        self._latest, self._lengths = [], []
 
-
-RUNTIMES: dict[str, type[Runtime]] = {
+RUNTIMES: dict[str, type[Stepped | Transformers]] = {
     "openvino": OpenVino,
     "vllm": Vllm,
     "llama.cpp": LlamaCpp,
@@ -335,16 +320,13 @@ def main() -> None:
     """Serve requests until stdin ends."""
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is not a reply
-    runtime: Runtime | None = None
+    runtime: Stepped | Transformers | None = None
     for line in sys.stdin:
         request = json.loads(line)
         try:
             if runtime is None:
                 runtime = RUNTIMES[request["runtime"]](request)
-                reply: dict[str, Any] = {
-                    "version": runtime.version,
-                    "stored_as": runtime.stored_as,
-                }
+                reply = {"version": runtime.version, "stored_as": runtime.stored_as}
             else:
                 reply = runtime.run(**request)
         except Exception as error:  # whatever the runtime raises
