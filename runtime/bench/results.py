@@ -1,4 +1,4 @@
-"""The benchmark's JSON document, and what is printed of it: headlines, tables and warnings."""
+"""The benchmark's JSON document, and what is printed of it: tables and warnings."""
 
 from __future__ import annotations
 
@@ -188,6 +188,9 @@ _STEADY: dict[str, Cell] = {
     "batch": "{batch_size}",
     "input": "{input_len}",
     "busy": lambda entry: str(entry.get("neighbours") or "-"),
+    "tok/s": "{tokens_per_second:.1f}",
+    "roofline": "{roofline[fraction]:.0%}",
+    "prefill tok/s": "{prefill_tokens_per_second:.0f}",
     "step ms p50 / p90 / p99": "{step_ms:dist}",
     "TTFT ms p50": "{ttft_ms[p50]:.1f}",
     "host µs": "{host_us[p50]:.0f}",
@@ -196,10 +199,7 @@ _STEADY: dict[str, Cell] = {
 }
 _VERBOSE: dict[str, Cell] = {
     _ITL: "{itl_ms:dist}",
-    "tok/s": "{tokens_per_second:.1f}",
-    "prefill tok/s": "{prefill_tokens_per_second:.0f}",
     "MB/step": "{roofline[bytes_per_step]:MB}",
-    "roofline": "{roofline[fraction]:.0%}",
     "padding": "{padding:.0%}",
     "KV MB": "{kv_bytes:MB}",
 }
@@ -266,16 +266,20 @@ def table_rows(document: Entry, *, verbose: bool = False) -> tuple[str, list[dic
 
 
 def report(document: Entry, *, verbose: bool = False) -> str:
-    """Return the headlines of steady, the table and the hardware, as Markdown."""
+    """Return the table and the hardware, as Markdown."""
     shared, rows = table_rows(document, verbose=verbose)
     lines = [shared, ""] if shared else []
     environment = document["environment"]
-    if document["cases"]:
-        lines += [*_headlines(document, rows), ""]
     if rows:
         heads = list(rows[0])
         texts = len([*itertools.takewhile(_TEXT_COLUMNS.__contains__, heads)])
         lines += [*aligned(heads, [list(row.values()) for row in rows], texts), ""]
+    if any(case["roofline"]["fraction"] > 1 for case in document["cases"]):
+        lines += [
+            "Above 100 %: what a step reads fits into the cache of the processor, which is faster",
+            "than the memory that the bandwidth is measured on.",
+            "",
+        ]
     lines.append(
         "{device}, {threads} threads, reads {bandwidth_gb_s:.1f} GB/s (measured)".format_map(
             environment
@@ -283,25 +287,6 @@ def report(document: Entry, *, verbose: bool = False) -> str:
     )
     lines.append("torch {torch}, Python {python}; {command}".format_map(environment))
     return "\n".join(lines)
-
-
-def _headlines(document: Entry, rows: Sequence[Mapping[str, str]]) -> Iterator[str]:
-    reads = document["environment"]["bandwidth_gb_s"]
-    for case, row in zip(document["cases"], rows, strict=True):
-        own = ", ".join(row[head] for head in _KIND if head in row)
-        busy = f", {case['neighbours']} busy processes" if case.get("neighbours") else ""
-        yield (
-            f"- {own + ', ' if own else ''}batch {case['batch_size']}, input"
-            f" {case['input_len']:,}{busy}: {case['tokens_per_second']:,.0f} tok/s,"
-            f" {100 * case['roofline']['fraction']:.0f} % of the {reads:,.1f} GB/s this machine"
-            f" reads; prefill {case['prefill_tokens_per_second']:,.0f} tok/s"
-        )
-    if any(case["roofline"]["fraction"] > 1 for case in document["cases"]):
-        yield ""
-        yield (
-            "Above 100 %: what a step reads fits into the cache of the processor, which is faster"
-            " than the\nmemory that the bandwidth is measured on."
-        )
 
 
 def warnings(document: Entry) -> list[str]:
