@@ -20,7 +20,6 @@ import gc
 import inspect
 import random
 import statistics
-import time
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -218,21 +217,12 @@ def _prompts(engine: Engine, case: Case, repetition: int) -> list[list[int]]:
 
 def _run(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> Run:
     """Decode the prompts together."""
-    for row, prompt in enumerate(prompts):
-        engine.add_request(prompt, params, f"{row}")
-    arrived: dict[str, list[float]] = {}
-    tokens: dict[str, list[int]] = {}
-    while engine.has_unfinished():
-        for output in engine.step():
-            (completion,) = output.completions
-            times = arrived.setdefault(output.request_id, [])
-            times += [time.perf_counter()] * len(completion.delta.token_ids)
-            tokens[output.request_id] = completion.token_ids
-    begin = max(times[0] for times in arrived.values())
-    end = max(times[-1] for times in arrived.values())
-    after = sum(t > begin for times in arrived.values() for t in times)
-    itl = [1e6 * (b - a) for times in arrived.values() for a, b in pairwise(times) if a >= begin]
-    return Run(after / (end - begin), itl, [tokens[name] for name in sorted(tokens)])
+    outputs = engine.generate(prompts, params)
+    times = [output.timing.token_ns for output in outputs if output.timing is not None]
+    begin, end = max(row[0] for row in times), max(row[-1] for row in times)
+    after = sum(time > begin for row in times for time in row)
+    itl = [(b - a) / 1e3 for row in times for a, b in pairwise(row) if a >= begin]
+    return Run(1e9 * after / (end - begin), itl, [output.token_ids for output in outputs])
 
 
 def _cells(case: Case, name: str, base: Measured, own: Measured) -> list[str]:
