@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -243,15 +243,14 @@ def busy_processes(count: int) -> Iterator[None]:
         StepgraphError: one of them did not start, or ended too early.
     """
     command = [sys.executable, "-IS", "-c", _SPIN, str(os.getpid())]
-    pipes: dict[str, Any] = {
-        "stdin": subprocess.DEVNULL,
-        "stdout": subprocess.PIPE,
-        "stderr": subprocess.DEVNULL,
-    }
-    busy: list[subprocess.Popen[bytes]] = []
-    try:
+    null, pipe = subprocess.DEVNULL, subprocess.PIPE
+    with ExitStack() as stack:
+        busy = []
         for _ in range(count):
-            busy.append(subprocess.Popen(command, **pipes))
+            process = subprocess.Popen(command, stdin=null, stdout=pipe, stderr=null)
+            stack.enter_context(process)
+            stack.callback(process.kill)
+            busy.append(process)
         for process in busy:
             assert process.stdout is not None
             process.stdout.readline()
@@ -261,12 +260,6 @@ def busy_processes(count: int) -> Iterator[None]:
                 raise StepgraphError(
                     f"a busy process ended with status {process.returncode} while steps were timed"
                 )
-    finally:
-        for process in busy:
-            process.kill()
-        for process in busy:
-            with process:
-                process.wait()
 
 
 def interleave(
