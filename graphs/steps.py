@@ -105,8 +105,8 @@ class Step(Generic[O]):
         """Capture the step if its kind is "graph". Call it after `warm_up`; raises the same."""
         if self._capturer is None:
             return
-        with self._timed(), attribution.step(self._identity):
-            capture = self._capturer.capture(self._fn)
+        with self._timed():
+            capture = self._capturer.capture(self._fn, self._identity)
         self.capture, self.bytes = capture, capture.bytes
 
         def run() -> O:
@@ -175,7 +175,9 @@ class CudaGraphCapturer:
             fn()
         current.wait_stream(self._stream)
 
-    def capture(self, fn: Callable[[], O]) -> Capture[O]:
+    def capture(
+        self, fn: Callable[[], O], identity: attribution.StepIdentity | None = None
+    ) -> Capture[O]:
         """Record one run of `fn` and replay it once, so that the graph is uploaded to the device.
 
         `bytes` is the decrease of the device's free memory: the pool's growth and the graph's
@@ -190,7 +192,7 @@ class CudaGraphCapturer:
                 # "thread_local": another thread of the service may use the device meanwhile.
                 graph.capture_begin(self._pool, capture_error_mode="thread_local")
                 try:
-                    with attribution.capturing(self._nodes):
+                    with attribution.capturing(identity, self._nodes):
                         output = fn()
                 except BaseException:
                     # Ends the capture; an error here only follows from the error of `fn`.

@@ -153,15 +153,8 @@ def load(path: str | Path) -> KernelNames:
 # Captures ----------------------------------------------------------------------------------------
 
 
-class StepIdentity(Protocol):
-    """Identifies a captured step of an engine; `StepNodes` describes the fields."""
-
-    @property
-    def phase(self) -> str: ...
-    @property
-    def size(self) -> int: ...
-    @property
-    def full_sampler(self) -> bool: ...
+StepIdentity = tuple[str, int, bool]
+"""Phase, size and full sampler of a captured step, as in `StepNodes`."""
 
 
 class ScopeListener(Protocol):
@@ -172,7 +165,6 @@ class ScopeListener(Protocol):
 
 
 _names: ContextVar[KernelNames | None] = ContextVar("stepgraph_kernel_names", default=None)
-_step: ContextVar[StepIdentity | None] = ContextVar("stepgraph_captured_step", default=None)
 capture_listener: ContextVar[ScopeListener | None] = ContextVar("stepgraph_capture", default=None)
 """Of the capture on this thread, if its kernels are recorded."""
 scope_listener: ScopeListener | None = None
@@ -223,26 +215,19 @@ def listening(listener: ScopeListener) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def step(identity: StepIdentity | None) -> Iterator[None]:
-    """Set the identity of the step that is captured inside; None: it is not recorded."""
-    token = _step.set(identity)
-    try:
-        yield
-    finally:
-        _step.reset(token)
-
-
-@contextlib.contextmanager
-def capturing(open_source: Callable[[], CudaGraphNodes]) -> Iterator[None]:
+def capturing(
+    identity: StepIdentity | None, open_source: Callable[[], CudaGraphNodes]
+) -> Iterator[None]:
     """Attribute what is captured inside; the capture must have begun, and end after this.
 
     Does nothing without a recording. A body that raises leaves no record.
 
     Args:
+        identity: of the step that is captured; None: it is not recorded.
         open_source: called only in a recording.
     """
-    names, key = _names.get(), _step.get()
-    if names is None or key is None:
+    names = _names.get()
+    if names is None or identity is None:
         yield
         return
     tape = _Tape(names, open_source)
@@ -252,7 +237,7 @@ def capturing(open_source: Callable[[], CudaGraphNodes]) -> Iterator[None]:
         tape.boundary()
     finally:
         capture_listener.reset(token)
-    names.steps.append(StepNodes(key.phase, key.size, key.full_sampler, tuple(tape.nodes)))
+    names.steps.append(StepNodes(*identity, tuple(tape.nodes)))
 
 
 class _Tape:

@@ -402,7 +402,8 @@ class Runner:
             if capturer is None:
                 has_own_code = functions.has_own_code(key)
                 return Step("compile" if has_own_code else "eager", functions.bind(key), str(key))
-            return Step("graph", functions.bind(key), str(key), capturer, identity=key)
+            identity = key.phase, key.size, key.full_sampler
+            return Step("graph", functions.bind(key), str(key), capturer, identity)
 
         # Keys without a prepared step run as plain PyTorch.
         self.library = StepLibrary(make_step, self._keys, lambda key: key.size, eager.bind)

@@ -22,7 +22,7 @@ class RerunningCapturer:
     def warm_up(self, fn):
         fn()
 
-    def capture(self, fn):
+    def capture(self, fn, identity=None):
         output = fn()
         return Capture(lambda: output.copy_(fn()), output, bytes=4096)
 

@@ -130,7 +130,7 @@ def races_in_padding(q: Any, k: Any, v: Any, arena: torch.Tensor, *rest: Any) ->
 
 
 class Refusing(FakeCapturer):
-    def capture(self, fn: Callable[[], Any]) -> Capture[Any]:
+    def capture(self, fn: Callable[[], Any], identity: Any = None) -> Capture[Any]:
         if is_dependent_launch_enabled():
             raise RuntimeError("operation not permitted")
         return super().capture(fn)

@@ -12,11 +12,10 @@ import torch
 from stepgraph.graphs.steps import CudaGraphCapturer, Step
 from stepgraph.profiling import attribution
 from stepgraph.profiling.attribution import KernelNames, cuda_graph_nodes, operation
-from stepgraph.runtime.execution.step_key import StepKey
 
 from ..rigs.fake_cuda_bindings import STREAM, FakeCuda, cudaGraphNodeType
 
-KEY = StepKey("decode", 1, 1, full_sampler=False)
+KEY = ("decode", 1, False)
 
 
 @pytest.fixture(params=["12", "13"])
@@ -33,10 +32,7 @@ def cuda(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Fak
 def capture(run: Callable[[], object], times: int = 1) -> KernelNames:
     with attribution.recording() as names:
         for _ in range(times):
-            with (
-                attribution.step(KEY),
-                attribution.capturing(lambda: cuda_graph_nodes(STREAM)),
-            ):
+            with attribution.capturing(KEY, lambda: cuda_graph_nodes(STREAM)):
                 run()
     return names
 
@@ -90,7 +86,7 @@ def test_graph_nodes_belong_to_the_scope_in_which_they_appear(cuda: FakeCuda) ->
     assert found(names) == EXPECTED
     assert (names.unattributed, names.reason) == (1, None)
     assert [(step.phase, step.size, step.full_sampler) for step in names.steps] == [
-        (KEY.phase, KEY.size, KEY.full_sampler)
+        KEY
     ]
 
 
@@ -148,8 +144,7 @@ def test_captures_that_fail_leave_nothing(cuda: FakeCuda) -> None:
     with attribution.recording() as names:
         with (
             pytest.raises(MemoryError),
-            attribution.step(KEY),
-            attribution.capturing(lambda: cuda_graph_nodes(STREAM)),
+            attribution.capturing(KEY, lambda: cuda_graph_nodes(STREAM)),
         ):
             fail()
         assert operation("a") is operation("b")

@@ -12,7 +12,6 @@ import torch
 from stepgraph.profiling import attribution
 from stepgraph.profiling.attribution import KernelNames, StepNodes
 from stepgraph.runtime import EngineConfig
-from stepgraph.runtime.execution.step_key import StepKey
 from stepgraph.runtime.operation_scopes import operation
 from stepgraph.runtime.tools import compile_ahead
 from stepgraph.runtime.tools.step_costs import decode_operation_costs
@@ -73,11 +72,10 @@ def record_names(monkeypatch: pytest.MonkeyPatch) -> Callable[..., KernelNames]:
 
     @contextlib.contextmanager
     def attributed(capability: int) -> Iterator[list[Any]]:
-        identity = StepKey("decode", 1, 1, full_sampler=False)
+        identity = ("decode", 1, False)
         with (
             record_kernel_calls(capability) as calls,
-            attribution.step(identity),
-            attribution.capturing(lambda: ListedNodes(calls, lambda call: call.name)),
+            attribution.capturing(identity, lambda: ListedNodes(calls, lambda call: call.name)),
         ):
             yield calls
 
@@ -166,8 +164,8 @@ def test_scopes_are_nothing_to_compiled_code() -> None:
 
     code = torch.compile(part, fullgraph=True, backend="eager")
     x = torch.arange(5.0)
-    with attribution.recording() as names, attribution.step(StepKey("decode", 1, 1, False)):
-        with attribution.capturing(lambda: ListedNodes([], str)):
+    with attribution.recording() as names:
+        with attribution.capturing(("decode", 1, False), lambda: ListedNodes([], str)):
             assert torch.equal(code(x), part(x))
         with torch._dynamo.config.patch(error_on_recompile=True):
             assert torch.equal(code(x), part(x))

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import pytest
@@ -265,14 +266,18 @@ class FakeCapturer:
         self.graphs.stream.wait()
         fn()
 
-    def capture(self, fn: Callable[[], Any]) -> Capture[Any]:
+    def capture(
+        self, fn: Callable[[], Any], identity: attribution.StepIdentity | None = None
+    ) -> Capture[Any]:
         graphs = self.graphs
 
         def name(operation: Operation) -> str | None:
             return str(operation.func) if operation.computes else None
 
-        with Tape() as tape, attribution.capturing(lambda: ListedNodes(tape.operations, name)):
-            output = fn()
+        with Tape() as tape:
+            nodes = partial(ListedNodes, tape.operations, name)
+            with attribution.capturing(identity, nodes):
+                output = fn()
         graph = FakeGraph(len(graphs.graphs), tape.operations, output)
         graphs.graphs.append(graph)
         graphs.log.append(("capture", graph.index))
