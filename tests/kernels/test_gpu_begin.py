@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from stepgraph.runtime.kernels.triton.begin import Embedding, begin_decode
+from stepgraph.runtime.kernels.triton.begin import EmbeddingTable, begin_decode
 from stepgraph.runtime.kernels.weights import INT8
 
 from ..rigs.gpu_references import DEVICE, reference_begin_decode
@@ -18,7 +18,7 @@ def test_every_byte_of_fp8_is_decoded() -> None:
     zero = torch.zeros(1, dtype=torch.int64, device=DEVICE)
     out = begin_decode(
         *(zero, zero, zero, zero.int().view(1, 1, 1), 1),
-        Embedding(byte.view(torch.float8_e4m3fn), torch.ones(1, device=DEVICE), torch.float32),
+        EmbeddingTable(byte.view(torch.float8_e4m3fn), torch.ones(1, device=DEVICE), torch.float32),
         (torch.ones(1, 1, device=DEVICE),) * 2,
     )
     expected = byte.view(torch.float8_e4m3fn).float()
@@ -53,7 +53,7 @@ def test_a_step_begins_as_in_torch(
         torch.randint(columns * block_size, (rows,), device=DEVICE),
         torch.randint(100, (groups, rows, columns), dtype=torch.int32, device=DEVICE),
         block_size,
-        Embedding(weight, scales, dtype, factor, held),
+        EmbeddingTable(weight, scales, dtype, factor, held),
         torch.rand(2, 3, half, device=DEVICE).unbind(),
     )
     out, expected = begin_decode(*args), reference_begin_decode(*args)
@@ -71,7 +71,7 @@ def test_angles_of_long_contexts() -> None:
         positions,
         torch.ones(1, 5, 10_000_001, dtype=torch.int32, device=DEVICE),
         1,
-        Embedding(torch.ones(5, 1, device=DEVICE), None, torch.float32),
+        EmbeddingTable(torch.ones(5, 1, device=DEVICE), None, torch.float32),
         (frequencies, torch.ones_like(frequencies)),
     )
     angles = (positions[:, None].float() * frequencies).double()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from stepgraph.runtime.kernels.ops.kv_storage import write_blocks
 from stepgraph.runtime.kernels.ops.linear import LinearTensors
-from stepgraph.runtime.kernels.triton.begin import Beginning, Embedding
+from stepgraph.runtime.kernels.triton.begin import Beginning, EmbeddingTable
 from stepgraph.runtime.kernels.triton.linear import GpuNorm
 from stepgraph.runtime.kernels.weights import dequantise
 from torch import Tensor
@@ -59,7 +59,7 @@ def reference_begin_decode(
     positions_R: Tensor,
     block_tables: Tensor,
     block_size: int,
-    embedding: Embedding,
+    embedding: EmbeddingTable,
     rotations: tuple[Tensor, Tensor],
 ) -> Beginning:
     """What `begin_decode` does, in plain torch."""

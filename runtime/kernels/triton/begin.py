@@ -18,7 +18,7 @@ from .kernel_calls import call_kernel, let_dependents_start, wait_for_inputs
 from .quantised import as_numbers, kernel_weight
 
 
-class Embedding(NamedTuple):
+class EmbeddingTable(NamedTuple):
     """Rows of the embedding, as its layer stores them."""
 
     weight: Tensor
@@ -53,7 +53,7 @@ def begin_decode(
     positions_R: Tensor,
     block_tables: Tensor,
     block_size: int,
-    embedding: Embedding,
+    embedding: EmbeddingTable,
     rotations: tuple[Tensor, Tensor],
 ) -> Beginning:
     """Read the rows' newest tokens and positions, and what follows from them; one kernel.

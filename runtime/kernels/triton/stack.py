@@ -37,7 +37,7 @@ from ..ops.layer_plan import BoundLayer, BoundModel
 from ..ops.linear import LinearTensors
 from ..ops.norms import Norm
 from ..ops.stack import Stack
-from .begin import Beginning, Embedding, begin_decode
+from .begin import Beginning, EmbeddingTable, begin_decode
 from .decode_attention import decode_attention
 from .expert_routing import Routed, route
 from .experts import experts
@@ -387,7 +387,7 @@ class GpuDecodeStep:
         """`stack` are the layers of the model."""
         assert isinstance(stack, GpuStack)
         self._stack, self._shard = stack, model.plan.shard
-        self._embedding = Embedding(
+        self._embedding = EmbeddingTable(
             model.embedding.weight,
             model.embedding.scales,
             model.norm.dtype,
