@@ -48,10 +48,6 @@ NULL_BLOCK = 0
 """The block that padding reads and writes. No request gets it, so it is never shared or freed."""
 
 
-class OutOfBlocksError(Exception):
-    """More blocks were requested than are free. Internal: callers check `num_free` first."""
-
-
 class BlockPool:
     """Reference counts, a free list and content keys over the block ids `1 .. num_blocks - 1`.
 
@@ -70,7 +66,8 @@ class BlockPool:
     so there are 256 dictionaries, by the first byte of the key. Numbers are in arrays, which
     Python's garbage collector does not visit.
 
-    A double free, use of the null block and an invalid id raise `AssertionError`.
+    A double free, use of the null block, an invalid id and an allocation of more blocks than are
+    free raise `AssertionError`.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -160,14 +157,9 @@ class BlockPool:
         return sum(1 for block in blocks if not ref_counts[block])
 
     def allocate(self, n: int) -> list[int]:
-        """Take the first `n` blocks of the free list, each with one holder.
-
-        Raises:
-            OutOfBlocksError: fewer than `n` blocks are free; nothing was taken.
-        """
-        assert n >= 0, f"cannot allocate {n} blocks"
-        if n > self.num_free:
-            raise OutOfBlocksError(f"{n} blocks requested, {self.num_free} are free")
+        """Take the first `n` blocks of the free list, each with one holder. Callers check
+        `num_free` first."""
+        assert 0 <= n <= self.num_free, f"{n} blocks requested, {self.num_free} are free"
         next_block, ref_counts, keys = self._next, self._ref_counts, self._keys
         blocks: list[int] = []
         block = next_block[NULL_BLOCK]

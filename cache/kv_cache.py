@@ -115,11 +115,6 @@ class KVCache:
         """
 
     @property
-    def num_free_blocks(self) -> int:
-        """Blocks that no request holds, including those with cached contents."""
-        return self.pool.num_free
-
-    @property
     def num_held_blocks(self) -> int:
         """Blocks that requests hold."""
         return self.pool.num_blocks - 1 - self.pool.num_free
@@ -128,22 +123,6 @@ class KVCache:
     def usable_blocks(self) -> int:
         """Blocks that requests can hold: all but the null block."""
         return self.pool.num_blocks - 1
-
-    @property
-    def num_cached_blocks(self) -> int:
-        """Blocks, held or free, whose contents can be shared."""
-        return self.pool.num_published
-
-    @property
-    def num_evictions(self) -> int:
-        """Cached blocks that were allocated again, losing their contents."""
-        return self.pool.num_evictions
-
-    def most_blocks(self, num_tokens: int) -> int:
-        """Maximum blocks, over all groups, that a request of `num_tokens` tokens holds at once."""
-        return sum(
-            group.most_blocks(num_tokens, self.block_size, self._chunk) for group in self._groups
-        )
 
     def cached_keys(self) -> tuple[CachedKeys, bytes]:
         """Return the keys of the cached blocks, with the suffix of one layer group.
@@ -359,10 +338,6 @@ class KVCache:
         for suffix in self._suffixes:
             for column in range(num_tokens // self.block_size, len(hashes)):
                 self.pool.withdraw(hashes[column] + suffix)
-
-    def forget_contents(self) -> None:
-        """Drop all cached contents. Requests keep the blocks they hold."""
-        self.pool.forget_contents()
 
     def swap_out(self, request_id: str, num_tokens: int) -> list[tuple[int, int]] | None:
         """Release a request and reserve host blocks for its `num_tokens` computed tokens.

@@ -22,7 +22,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import Generic, Literal, TypeVar
 
 import torch
 
@@ -32,7 +32,6 @@ from .compilation import StepPreparationError, run_until_compiled
 logger = logging.getLogger("stepgraph.graphs")
 
 K = TypeVar("K", bound=Hashable)
-K_contra = TypeVar("K_contra", contravariant=True)
 O = TypeVar("O")  # noqa: E741  what a step returns
 
 StepKind = Literal["eager", "compile", "graph"]
@@ -232,19 +231,6 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-class PreparationWatcher(Protocol[K_contra]):
-    """Callbacks of `StepLibrary.prepare` that measure memory."""
-
-    def warmed_up(self, key: K_contra) -> None:
-        """Called after each warm-up, with the key of the step."""
-
-    def begin_captures(self) -> None:
-        """Called once, after all warm-ups and before the first capture."""
-
-    def end_captures(self) -> None:
-        """Called once, after the last capture."""
-
-
 class StepLibrary(Generic[K, O]):
     """All steps of an engine by key, prepared before the first request.
 
@@ -297,16 +283,12 @@ class StepLibrary(Generic[K, O]):
         lanes = self.used_lanes + self.padded_lanes
         return self.padded_lanes / lanes if lanes else 0.0
 
-    def prepare(
-        self,
-        progress: Callable[[int, int, K], None] | None = None,
-        watcher: PreparationWatcher[K] | None = None,
-    ) -> None:
+    def prepare(self, progress: Callable[[int, int, K], None] | None = None) -> None:
         """Create and warm up every step, then capture every step, largest first.
 
         Args:
-            progress: called after each stage of a step with (finished stages, all stages, key).
-            watcher: measures the memory of the stages.
+            progress: called after each warm-up and each capture with (finished stages, all stages,
+                key of the step).
 
         Raises:
             StepPreparationError: a step failed, with its cause. All steps are dropped.
@@ -325,14 +307,6 @@ class StepLibrary(Generic[K, O]):
                         stage()
                     if progress is not None:
                         progress(done, len(stages), key)
-                    if watcher is None:
-                        continue
-                    if done <= len(self._keys):
-                        watcher.warmed_up(key)
-                    if done == len(self._keys):
-                        watcher.begin_captures()
-            if watcher is not None:
-                watcher.end_captures()
         except BaseException:
             self.close()
             raise

@@ -1,6 +1,6 @@
 """The user's configuration: `EngineConfig`, and `Speculation` in it. No torch.
 
-`ResolvedConfig` is an `EngineConfig` resolved for a model and a device.
+`ResolvedConfig` is what an `EngineConfig` resolves to for a model and a device.
 """
 
 from __future__ import annotations
@@ -277,18 +277,13 @@ class EngineConfig:
 
     def memory_budget(self, device: torch.device) -> MemoryBudget:
         """Return the budget that was given, or the default share of the free memory."""
-        if self.memory_bytes is not None:
-            return MemoryBudget(bytes=self.memory_bytes)
-        if self.memory_tokens is not None:
-            return MemoryBudget(context_tokens=self.memory_tokens)
-        if self.memory_fraction is not None:
-            return MemoryBudget(fraction=self.memory_fraction)
-        if self.num_blocks is not None:
-            return MemoryBudget(num_blocks=self.num_blocks)
-        return MemoryBudget(fraction=DEFAULT_MEMORY_FRACTION[device.type])
-
-    @property
-    def fixed_blocks(self) -> int | None:
-        """`num_blocks`, if another budget is given too."""
-        has_budget = self.memory_bytes is not None or self.memory_fraction is not None
-        return self.num_blocks if has_budget else None
+        fraction = self.memory_fraction
+        if fraction is self.memory_bytes is self.memory_tokens is self.num_blocks is None:
+            fraction = DEFAULT_MEMORY_FRACTION[device.type]
+        return MemoryBudget(
+            fraction=fraction,
+            bytes=self.memory_bytes,
+            context_tokens=self.memory_tokens,
+            num_blocks=self.num_blocks,
+            max_batch_tokens=self.max_batch_tokens,
+        )

@@ -334,20 +334,23 @@ class MemoryBudgetError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryBudget:
-    """The memory that an engine may use, given in exactly one of four ways.
+    """The memory that an engine may use, and its sizes; those that are None are solved for.
 
     Attributes:
         fraction: share of the free bytes of the device, above 0 to 1. It covers the weights.
-        bytes: total bytes; they cover the weights, loaded or not.
+        bytes: total bytes; they cover the weights, loaded or not. Without `bytes` and `fraction`,
+            all free bytes of the device.
         context_tokens: tokens of context that the cache holds, in requests of `max_model_len`
             tokens (see `ModelFootprint.context_blocks`).
         num_blocks: blocks of the cache, null block included, at least 2.
+        max_batch_tokens: maximum tokens of a step.
     """
 
     fraction: float | None = None
     bytes: int | None = None
     context_tokens: int | None = None
     num_blocks: int | None = None
+    max_batch_tokens: int | None = None
 
 
 def plan_memory(
@@ -355,24 +358,19 @@ def plan_memory(
     budget: MemoryBudget,
     *,
     available_bytes: int,
-    num_blocks: int | None = None,
-    max_batch_tokens: int | None = None,
     capped: bool = False,
     reserve_bytes: int = 0,
 ) -> MemoryPlan:
     """Solve for the number of blocks and of batch tokens that a budget allows.
 
-    A solved number is maximal: the plan fits, and one more would not. Solved batch tokens are
-    between `footprint.least_batch_tokens` and `footprint.most_batch_tokens`; if blocks are solved
-    for too, they are `footprint.batch_tokens`.
+    A solved number is maximal: the plan fits, and one more would not. Batch tokens are solved for
+    if the budget has bytes and blocks: they are between `footprint.least_batch_tokens` and
+    `footprint.most_batch_tokens`. Otherwise they are `footprint.batch_tokens`.
 
     Args:
         footprint: the memory that the model needs.
-        budget: the memory that it may use. A number of blocks or context tokens determines the
-            bytes.
+        budget: the memory that it may use.
         available_bytes: free bytes of the device now.
-        num_blocks: fixes the blocks, null block included; the batch tokens are solved for.
-        max_batch_tokens: fixes the batch tokens; the blocks are solved for.
         capped: whether a solution has at most `footprint.most_blocks`, whatever the budget allows.
         reserve_bytes: bytes to leave free.
 
@@ -380,7 +378,7 @@ def plan_memory(
         MemoryBudgetError: the batch tokens or blocks are too few, or the budget or the device is
             too small; the message lists every term.
     """
-    least, most = footprint.least_batch_tokens, footprint.most_batch_tokens
+    least, max_batch_tokens = footprint.least_batch_tokens, budget.max_batch_tokens
     if max_batch_tokens is not None and max_batch_tokens < least:
         raise MemoryBudgetError(
             f"max_batch_tokens must be at least {least}, one token for each of max_num_seqs and one"
@@ -393,12 +391,9 @@ def plan_memory(
     elif budget.bytes is not None:
         ceiling = budget.bytes
 
-    blocks_of_budget = budget.num_blocks
+    fixed_blocks, has_bytes = budget.num_blocks, not (budget.fraction is budget.bytes is None)
     if budget.context_tokens is not None:
-        blocks_of_budget = max(
-            footprint.context_blocks(budget.context_tokens), footprint.least_blocks
-        )
-    fixed_blocks = num_blocks if blocks_of_budget is None else blocks_of_budget
+        fixed_blocks = max(footprint.context_blocks(budget.context_tokens), footprint.least_blocks)
     if fixed_blocks is not None and fixed_blocks < footprint.least_blocks:
         raise MemoryBudgetError(
             f"num_blocks={fixed_blocks} is too few: the model has {len(footprint.groups)} layer "
@@ -421,8 +416,9 @@ def plan_memory(
     else:
         blocks = fixed_blocks
     tokens = tokens_of(blocks)
-    if blocks_of_budget is None and num_blocks is not None and max_batch_tokens is None:
-        tokens = least + max(_last(range(least, most + 1), ceiling, lambda m: total(blocks, m)), 0)
+    if has_bytes and fixed_blocks is not None and max_batch_tokens is None:
+        candidates = range(least, footprint.most_batch_tokens + 1)
+        tokens = least + max(_last(candidates, ceiling, lambda m: total(blocks, m)), 0)
 
     plan = MemoryPlan(
         **footprint.terms(blocks, tokens),

@@ -100,7 +100,7 @@ def describe_engine(engine: Engine, model: str) -> dict[str, Any]:
         "mode": config.mode,
         "kernels": config.kernels,
         "model_impl": config.model_impl,
-        "tensor_parallel": config.tensor_parallel,
+        "tensor_parallel": config.user.tensor_parallel,
         "device": str(config.device),
         "prefill_chunk": config.user.prefill_chunk,
         "threads": config.threads,

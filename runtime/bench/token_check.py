@@ -49,7 +49,7 @@ class TokenCheck:
             source: its model, read again where the engine's weights are packed.
         """
         config = engine.config
-        self._block_size = config.block_size
+        self._block_size = config.user.block_size
         self._groups = group_layers(plan_of(engine.model_config).states)
         served = engine.decoder
         kernels = select_kernels(config.device, "eager", config.dtype, config.weights, "torch")
@@ -62,7 +62,9 @@ class TokenCheck:
             else:
                 with ExitStack() as open_files:  # read again, or drawn again as the engine did
                     opened = open_source(resolve_source(source), open_files)
-                    weights = opened.weights(config.dtype, seed=config.seed, device=config.device)
+                    weights = opened.weights(
+                        config.dtype, seed=config.user.seed, device=config.device
+                    )
                     reference.store(weights)
         else:
             model = engine.model_config

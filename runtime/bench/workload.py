@@ -337,7 +337,7 @@ def decode_roofline(
         seconds: measured time of the step.
     """
     kv_bytes = sum(map(engine.kv_bytes_read, contexts))
-    shared = engine.config.tensor_parallel if engine.config.device.type == "cpu" else 1
+    shared = engine.config.user.tensor_parallel if engine.config.device.type == "cpu" else 1
     read = shared * (engine.weight_bytes_read(len(contexts)) + kv_bytes)
     return {
         "bytes_per_step": read,

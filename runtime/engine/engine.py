@@ -126,16 +126,16 @@ class Engine:
             parts.model.config,
             parts.tokenizer,
             longest_sequence=self.max_model_len,
-            seed=config.seed,
-            prefix_block_size=config.block_size if config.prefix_cache else None,
-            embeds_dtype=config.dtype if config.prompt_embeds else None,
+            seed=config.user.seed,
+            prefix_block_size=config.user.block_size if config.user.prefix_cache else None,
+            embeds_dtype=config.dtype if config.user.prompt_embeds else None,
             structured_output=config.structured_output,
             defaults=parts.sampling_defaults,
         )
         if config.user.structured_output:
             self._builder.make_grammars()  # it warns of a tokenizer that cannot have any
         call_in_children(self)
-        if config.freeze_gc:
+        if config.user.freeze_gc:
             gc.collect()  # garbage that is frozen is never freed
             gc.freeze()
 
@@ -496,7 +496,7 @@ class Engine:
             )
         forced = token_ids[prompt_len:]
         # Greedy steps of a tensor-parallel group do not gather the logits of all ranks.
-        logprobs = None if self.config.tensor_parallel == 1 else 0
+        logprobs = None if self.config.user.tensor_parallel == 1 else 0
         params = SamplingParams(
             max_tokens=len(forced) + 1, temperature=0.0, ignore_eos=True, logprobs=logprobs
         ).resolved()
@@ -590,7 +590,7 @@ class Engine:
             if config.device.type == "cuda":
                 torch.cuda.synchronize(config.device)  # steps may run in another stream
             self.model_config = new.config
-            defaults = new.defaults_for(config.generation_config)
+            defaults = new.defaults_for(config.user.generation_config)
             self._parts = dataclasses.replace(
                 parts, tokenizer=new.tokenizer, sampling_defaults=defaults
             )

@@ -426,7 +426,7 @@ class StepLoop:
         self.runner.check_integrity()
         cache = self.scheduler.cache
         if not self.requests.groups:
-            assert cache.num_free_blocks == cache.usable_blocks, "blocks were lost"
+            assert cache.pool.num_free == cache.usable_blocks, "blocks were lost"
 
     def _launch(self, plan: StepPlan) -> LaunchedStep | None:
         """Launch the plan, unless it is empty."""

@@ -88,19 +88,20 @@ def model_footprint(
     Raises:
         ConfigError: `host_cache_bytes` is less than a block and not 0.
     """
+    user = config.user
 
     def buffer_bytes(prefill_tokens: int, row_blocks: int) -> tuple[int, int]:
         fitted = config.fit_to_cache(
-            max_model_len=row_blocks * config.block_size, max_batch_tokens=prefill_tokens
+            max_model_len=row_blocks * user.block_size, max_batch_tokens=prefill_tokens
         )
         return _buffer_bytes(model, fitted, len(groups))
 
-    block_bytes = Arena(groups, 1, config.block_size, config.dtype, _META, config.storage).nbytes
+    block_bytes = Arena(groups, 1, user.block_size, config.dtype, _META, config.storage).nbytes
     if drafter is not None:
         block_bytes += drafter.block
-    if 0 < config.host_cache_bytes < block_bytes:
+    if 0 < user.host_cache_bytes < block_bytes:
         raise ConfigError(
-            f"host_cache_bytes={config.host_cache_bytes} has no room for a block, which takes"
+            f"host_cache_bytes={user.host_cache_bytes} has no room for a block, which takes"
             f" {block_bytes} bytes: raise it, or set it to 0 for no host cache"
         )
     on_cpu = config.device.type == "cpu"
@@ -111,14 +112,14 @@ def model_footprint(
     attends = [op for op in plan.operations if isinstance(op, Attend)]
     activations = math.ceil(heap * _activation_bytes(plan, config, len(groups)))
     logits_per_lane = model.vocab_size * _logit_bytes(config) + _own_logits(plan, config)
-    verified = config.most_lanes - config.max_num_seqs
+    verified = config.most_lanes - user.max_num_seqs
     return ModelFootprint(
         weight_bytes=weight_bytes(plan, kernels, config.dtype)
         + (0 if drafter is None else drafter.weights),
         groups=groups,
-        block_size=config.block_size,
+        block_size=user.block_size,
         block_bytes=block_bytes,
-        max_num_seqs=config.max_num_seqs,
+        max_num_seqs=user.max_num_seqs,
         max_model_len=config.max_model_len,
         prefill_chunk=config.prefill_chunk,
         activation_bytes_fixed=(CPU_STEP_BYTES if on_cpu else 0)
@@ -142,7 +143,7 @@ def model_footprint(
         graph_bytes=sum(1 + key.drafts for key in steps) * GRAPH_BYTES_PER_STEP
         if config.mode == "graph"
         else 0,
-        host_blocks=config.host_cache_bytes // block_bytes,
+        host_blocks=user.host_cache_bytes // block_bytes,
         host_shared=host_shared,
     )
 
@@ -235,11 +236,11 @@ def _scoring_bytes(model: DecoderConfig, plan: ModelPlan, config: ResolvedConfig
     """
     own = _own_logits(plan, config)
     per_row = model.vocab_size * (config.dtype.itemsize + 12) + own
-    scoring = slice_tokens(config.max_num_seqs) * per_row
+    scoring = slice_tokens(config.user.max_num_seqs) * per_row
     if config.mode == "graph":
         return scoring
     sampling = model.vocab_size * _logit_bytes(config) + own
-    return max(0, scoring - config.max_num_seqs * sampling)
+    return max(0, scoring - config.user.max_num_seqs * sampling)
 
 
 def _buffer_bytes(model: DecoderConfig, config: ResolvedConfig, num_groups: int) -> tuple[int, int]:
@@ -288,8 +289,8 @@ class StepMemory:
 class CapturePeaks:
     """CUDA memory while a library is prepared: peaks of warm-ups, and memory of all captures.
 
-    See `PreparationWatcher`. All steps are warmed up before the first capture, so that a peak is
-    one step's, and later decreases of free memory are due to captures.
+    All steps are warmed up before the first capture, so that a peak is one step's, and later
+    decreases of free memory are due to captures.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -300,28 +301,24 @@ class CapturePeaks:
         """Bytes of the memory pool of the captures, with the activations of steps."""
         self.captured_bytes = 0
         """Bytes of all captures: their pool and the nodes of their graphs."""
-        self._reserved, self._free = 0, 0
         self._held = self._begin()
 
-    def warmed_up(self, key: StepKey) -> None:
-        """Record the peak since the last call under `key`."""
-        self.peaks[key] = self.take()
+    def prepared(self, done: int, total: int, key: StepKey) -> None:
+        """Measure after each stage of `StepLibrary.prepare`: first all warm-ups, then captures."""
+        if 2 * done <= total:
+            self.peaks[key] = self.take()
+        if 2 * done == total:
+            self._reserved, self._free = self._settled()
+        if done == total:
+            reserved, free = self._settled()
+            self.pool_bytes = max(0, reserved - self._reserved)
+            self.captured_bytes = max(0, self._free - free)
 
     def take(self) -> int:
         """Return the peak since the last call, without what stays allocated (workspaces)."""
         peak, held = torch.cuda.max_memory_allocated(self._device), self._held
         self._held = self._begin()
         return max(0, peak - max(held, self._held))
-
-    def begin_captures(self) -> None:
-        """Record the free memory before the first capture."""
-        self._reserved, self._free = self._settled()
-
-    def end_captures(self) -> None:
-        """Compare with the free memory after the last one."""
-        reserved, free = self._settled()
-        self.pool_bytes = max(0, reserved - self._reserved)
-        self.captured_bytes = max(0, self._free - free)
 
     def _begin(self) -> int:
         torch.cuda.reset_peak_memory_stats(self._device)

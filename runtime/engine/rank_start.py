@@ -77,7 +77,7 @@ def with_collectives(
         group.ranks,
         config.prefill_chunk,
         model.hidden_size,
-        config.max_num_seqs,
+        config.user.max_num_seqs,
         model.vocab_size,
         config.dtype,
     )
@@ -108,7 +108,7 @@ def ended_by_failures(group: RankGroup | None) -> Iterator[None]:
 
 def check_can_split(found: Source, config: ResolvedConfig) -> None:
     """Raise `ConfigError` if the model, device or platform does not allow this number of ranks."""
-    ranks = config.tensor_parallel
+    ranks = config.user.tensor_parallel
     if sys.platform != "linux":
         raise ConfigError(
             f"tensor_parallel={ranks} needs Linux, and this is {sys.platform}: use"
@@ -138,7 +138,7 @@ def spawn_group(found: Source, config: ResolvedConfig) -> RankGroup:
     Raises:
         ConfigError: no process can be started.
     """
-    ranks, cores = config.tensor_parallel, _cores_of_ranks(config)
+    ranks, cores = config.user.tensor_parallel, _cores_of_ranks(config)
     started: list[tuple[Link, Popen[bytes]]] = []
     try:
         for rank in range(1, ranks):
@@ -157,7 +157,7 @@ def spawn_group(found: Source, config: ResolvedConfig) -> RankGroup:
 
 def _cores_of_ranks(config: ResolvedConfig) -> list[list[int] | None]:
     """Return the CPUs of each rank; None: all of this process, too few to divide."""
-    ranks, cores = config.tensor_parallel, affine_cores()
+    ranks, cores = config.user.tensor_parallel, affine_cores()
     each = len(cores) // ranks
     if config.device.type != "cpu" or each < config.threads:
         return [None] * ranks

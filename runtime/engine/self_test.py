@@ -170,7 +170,7 @@ def _passing(
         longest=sample.longest,
     )
     with closing(SampleSteps(cut, config, reference, cases, seed)) as plain:
-        size = config.block_size
+        size = config.user.block_size
         expected = [_step_results(plain, case, case.read_blocks(size)) for case in cases]
     for name, passed in patterns:
         with closing(SampleSteps(cut, config, passed, cases, seed)) as steps:
@@ -198,7 +198,7 @@ def _passing(
 
 def _refusal(fallbacks: Sequence[Fallback], config: ResolvedConfig) -> str:
     failed = "; ".join(f"{f.name} ({f.shape}): {f.error}" for f in fallbacks)
-    if config.batch_invariant:
+    if config.user.batch_invariant:
         return (
             "batch_invariant=True needs the native operations, which failed their self-test:"
             f" {failed}. Use batch_invariant=False"

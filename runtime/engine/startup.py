@@ -121,7 +121,8 @@ def calibrated_step_budget(
     runner: Runner, groups: Sequence[LayerGroup], config: ResolvedConfig
 ) -> StepBudget | None:
     """Return the time budget of a prepared runner without requests; None without `max_itl_ms`."""
-    if config.max_itl_ms is None:
+    target = config.user.max_itl_ms
+    if target is None:
         return None
     began = time.perf_counter()
     read_blocks, block_size = runner.sizes.read_blocks, runner.block_size
@@ -138,10 +139,10 @@ def calibrated_step_budget(
         tokens=runner.sizes.tokens,
         reach=reach,
         context=min(CONTEXT, config.max_model_len // 2),
-        useful_seconds=config.max_itl_ms / 1e3,
+        useful_seconds=target / 1e3,
     )
     runner.place_padding(0, 0, 0, 0)
-    return StepBudget(config.max_itl_ms, costs, calibration_seconds=time.perf_counter() - began)
+    return StepBudget(target, costs, calibration_seconds=time.perf_counter() - began)
 
 
 def calibrated_speculator(runner: Runner, config: ResolvedConfig) -> Speculator | None:
@@ -251,7 +252,7 @@ class FoundDrafter:
         return DrafterCache(drafter, arena, host, self.layers.index)
 
     def _arena(self, engine: ResolvedConfig, num_blocks: int, device: torch.device) -> Arena:
-        sizes = (num_blocks, engine.block_size)
+        sizes = (num_blocks, engine.user.block_size)
         return Arena([self.layers], *sizes, engine.dtype, device, engine.storage)
 
 
@@ -336,13 +337,13 @@ class EngineParts:
         phases = ", ".join(f"{phase.name} {phase.seconds:.1f} s" for phase in self.phases)
         dtype = str(config.dtype).removeprefix("torch.")
         threads = f", {config.threads} threads" if config.device.type == "cpu" else ""
-        ranks = config.tensor_parallel
+        ranks = config.user.tensor_parallel
         return (
             f"{self.model.config.model_type} in {dtype} on {config.device}"
             f"{f', {ranks} ranks' if ranks > 1 else ''}, mode {config.mode},"
             f" kernels {self.model.kernels.name}{threads};"
             f" {plan.usable_blocks * plan.block_size:,} tokens of KV cache,"
-            f" {config.max_model_len:,} of context, {config.max_num_seqs} concurrent requests;"
+            f" {config.max_model_len:,} of context, {config.user.max_num_seqs} concurrent requests;"
             f" {self.start_seconds:.1f} s ({phases})"
         )
 
@@ -404,9 +405,9 @@ def checked_kernels(
     )
     if kernels.library is not None:
         limit_threads(config.threads)
-    if config.batch_invariant:
+    if config.user.batch_invariant:
         kernels = batch_invariant_kernels(kernels)
-    kernels = dataclasses.replace(kernels, dependent_launch=config.dependent_launch)
+    kernels = dataclasses.replace(kernels, dependent_launch=config.user.dependent_launch)
     plan = plan_of(model)
     fitting = kernels_for(kernels, plan)
     gaps: tuple[Gap, ...] = ()
@@ -418,7 +419,8 @@ def checked_kernels(
             fitting = with_collectives(fitting, group, model, config)
             seed = group.exchange(time.time_ns() % 2**30)[0]
         # A rank whose kernels fail would leave the sums that others wait for.
-        required = config.user.kernels == "native" or config.batch_invariant or group is not None
+        user = config.user
+        required = user.kernels == "native" or user.batch_invariant or group is not None
         kernels = check_kernels(fitting, model, config, required=required, seed=seed)
     else:
         kernels, layers = fitting, "decoder layers"
@@ -466,18 +468,14 @@ def plan_engine(
     footprint = model_footprint(
         model, config, kernels, groups, host_shared=memory.shared_with_os, drafter=drafter
     )
-    budget, fixed, tokens = (
-        (user.memory_budget(config.device), user.fixed_blocks, user.max_batch_tokens)
-        if agreed is None
-        else (MemoryBudget(num_blocks=agreed[0]), None, agreed[1])
-    )
+    budget = user.memory_budget(config.device)
+    if agreed is not None:
+        budget = MemoryBudget(num_blocks=agreed[0], max_batch_tokens=agreed[1])
     try:
         plan = plan_memory(
             footprint,
             budget,
             available_bytes=memory.available,
-            num_blocks=fixed,
-            max_batch_tokens=tokens,
             capped=capped,
             reserve_bytes=RESERVE_BYTES[config.device.type],
         )
@@ -577,7 +575,7 @@ def _overwrite(model: Decoder, new: OpenedSource, config: ResolvedConfig) -> Non
             f"{new.place}: its weights are stored in other formats than this engine's, whose"
             " tensors they would replace. Start a new engine for it"
         )
-    weights = new.weights(config.dtype, kernels.codes, seed=config.seed, device=config.device)
+    weights = new.weights(config.dtype, kernels.codes, seed=config.user.seed, device=config.device)
     model.overwrite(weights)
     model.config = new.config
 
@@ -752,13 +750,13 @@ def start_parts(
                 assert isinstance(model, Decoder), "others were refused"
                 drafter = load_drafter(
                     *(found_drafter.config, model, model.kernels, found_drafter.layers),
-                    seed=resolved.seed,
+                    seed=config.seed,
                     progress=progress,
                 )
     if group is not None:
         agree_on_weights(group, model)
     with log("cache"):
-        layout = resolved.block_size, resolved.dtype, resolved.device, resolved.storage
+        layout = config.block_size, resolved.dtype, resolved.device, resolved.storage
         arena = Arena(groups, plan.num_blocks, *layout)
         drafting = None
         if found_drafter is not None and drafter is not None:
@@ -775,13 +773,19 @@ def start_parts(
             compiled_kernels = runner.compile_kernels(progress=progress)
     with log("prepare"):
         captured = CapturePeaks(resolved.device) if resolved.mode == "graph" else None
+
+        def prepared(done: int, total: int, key: StepKey) -> None:
+            report(done, total)
+            if captured is not None:
+                captured.prepared(done, total, key)
+
         compiles = resolved.compiled and (model.stack is None or kernels.sampler == "torch")
         with (
             runner.own_threads,
             progress_bar("preparing steps", shown=progress) as report,
             compile_settings() if compiles else nullcontext(),
         ):
-            runner.library.prepare(lambda done, total, _: report(done, total), captured)
+            runner.library.prepare(prepared)
     if group is not None:
         group.exchange(None)
     step_memory = StepMemory({})
@@ -820,13 +824,13 @@ def make_loop(
     cache = KVCache(
         parts.groups,
         parts.plan.num_blocks,
-        config.block_size,
+        config.user.block_size,
         chunk=config.prefill_chunk,
         host_blocks=0 if host is None else host.num_blocks,
     )
     scheduler = Scheduler(
         cache,
-        max_num_seqs=config.max_num_seqs,
+        max_num_seqs=config.user.max_num_seqs,
         max_batch_tokens=parts.plan.max_batch_tokens,
         prefill_chunk=config.prefill_chunk,
         max_prefill_rows=config.max_prefill_rows,
@@ -834,7 +838,7 @@ def make_loop(
         rope_lengths=rope_lengths(parts.model.config),
     )
     if parts.group is not None:
-        parts.runner.limit_waits(config.rank_timeout)
+        parts.runner.limit_waits(config.user.rank_timeout)
     return StepLoop(
         scheduler,
         parts.runner,
@@ -862,8 +866,8 @@ def _load(
             add_scopes(loaded.model, source.config.probe)
         return loaded
     model = Decoder(source.config, *layout)
-    sizes = config.dtype, kernels.codes
-    model.store(source.weights(*sizes, seed=config.seed, device=config.device, progress=progress))
+    sizes, seed = (config.dtype, kernels.codes), config.user.seed
+    model.store(source.weights(*sizes, seed=seed, device=config.device, progress=progress))
     return model.eval()
 
 

@@ -69,10 +69,10 @@ class MaskState:
         lanes = 0
         if config.is_async_device:
             verified = MOST_VERIFIED_TOKENS if config.tokens_per_row else 0
-            lanes = max(config.max_num_seqs, config.max_prefill_rows, verified)
+            lanes = max(config.user.max_num_seqs, config.max_prefill_rows, verified)
         shard = plan_of(model).shard
         own_vocab_size = model.vocab_size if shard is None else len(shard.vocab)
-        masks = max(config.tokens_per_row, default=1) * (config.max_num_seqs + 1)
+        masks = max(config.tokens_per_row, default=1) * (config.user.max_num_seqs + 1)
         words = -(-model.vocab_size // MASK_BITS)
         return cls(
             torch.full((masks, words), -1, dtype=torch.int32, device=device),
@@ -150,7 +150,7 @@ class RowState:
     ) -> RowState:
         """Allocate the state of an engine, or of one rank; `num_groups`: layer groups."""
         return cls.allocate(
-            config.max_num_seqs,
+            config.user.max_num_seqs,
             num_groups,
             config.max_blocks_per_row,
             model.vocab_size,
@@ -335,19 +335,19 @@ def input_layouts(
     """Return the fields of each input buffer of an engine; `num_groups`: layer groups."""
     layouts: dict[str, dict[str, TensorSpec]] = {
         "steps": StepInputs.layout(
-            max_num_seqs=config.max_num_seqs,
+            max_num_seqs=config.user.max_num_seqs,
             prefill_tokens=config.prefill_chunk,
             prefill_rows=config.max_prefill_rows,
             table_updates=most_table_updates(config, num_groups),
         )
     }
-    if config.prompt_embeds:
+    if config.user.prompt_embeds:
         layouts["embeds"] = EmbedInputs.layout(
             prefill_tokens=config.prefill_chunk, hidden_size=hidden_size
         )
     if config.tokens_per_row:
         layouts["drafts"] = DraftInputs.layout(
-            max_num_seqs=config.max_num_seqs, drafts=config.tokens_per_row[-1] - 1
+            max_num_seqs=config.user.max_num_seqs, drafts=config.tokens_per_row[-1] - 1
         )
     return layouts
 

@@ -124,7 +124,8 @@ class HostOutputs:
     def sizes(config: ResolvedConfig, vocab_size: int) -> dict[str, int]:
         """Bytes of one set by phase."""
         best = min(MAX_LOGPROBS, vocab_size)
-        rows, chunks, drafts = config.max_num_seqs, config.max_prefill_rows, config.proposed_drafts
+        rows, chunks = config.user.max_num_seqs, config.max_prefill_rows
+        drafts = config.proposed_drafts
         verified = max(config.tokens_per_row, default=1)
         return {
             "decode": verified * SampleOutput.packed_bytes(rows, best)

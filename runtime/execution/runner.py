@@ -334,7 +334,7 @@ class Runner:
         device = config.device
         self.device = device
         self.group = group
-        self.block_size = config.block_size
+        self.block_size = config.user.block_size
         self.state = RowState.of(config, model.config, len(groups), device)
         self.null_row = self.state.null_row
         self._writer = InputWriter(config, len(groups), model.config.hidden_size, self.state)
@@ -350,7 +350,7 @@ class Runner:
         self.inputs, self.embeds = self._writer.inputs, self._writer.embeds
         self.drafts = self._writer.drafts
         self.scorer = PromptScorer(
-            model, self.inputs.device.next_ids, max_num_seqs=config.max_num_seqs
+            model, self.inputs.device.next_ids, max_num_seqs=config.user.max_num_seqs
         )
         self.threads = None if model.kernels.library is None else config.threads
         self.own_threads: AbstractContextManager[None] = ranges.NOTHING
@@ -374,7 +374,7 @@ class Runner:
             StepFunctions,
             model,
             arena.tensor,
-            config.block_size,
+            config.user.block_size,
             self.state,
             self.inputs.device,
             None if self.embeds is None else self.embeds.device,
@@ -386,7 +386,7 @@ class Runner:
                 drafter.drafter,
                 drafter.arena.tensor,
                 self.state,
-                config.block_size,
+                config.user.block_size,
                 native=model.kernels.library is not None,
             ),
             masks_thread=None if config.is_async_device else self.masks,
@@ -409,8 +409,8 @@ class Runner:
         self.library = StepLibrary(make_step, self._keys, lambda key: key.size, eager.bind)
         self._parts = PlanParts(
             self.sizes,
-            config.block_size,
-            config.max_blocks_per_row * config.block_size,
+            config.user.block_size,
+            config.max_blocks_per_row * config.user.block_size,
             ragged=self.functions.ragged,
         )
         self._launched: tuple[LaunchedStep, RankPlan] | None = None

@@ -160,7 +160,7 @@ class SampleSteps:
         seed: int,
     ) -> None:
         """Create the model of a `sample_config`; `seed` determines all random values."""
-        device, size = config.device, config.block_size
+        device, size = config.device, config.user.block_size
         self._block_size, self._storage = size, config.storage
         self._seed = seed
         self.groups = group_layers(model_plan(model).states)
@@ -171,7 +171,7 @@ class SampleSteps:
         count = 2 + blocks * len(self.groups)  # the null block first, a block of NaN last
         arena = Arena(self.groups, count, size, config.dtype, device, config.storage)
         self.arena, self.views = arena.tensor, arena.views
-        rows = max(config.max_num_seqs, max(len(case.chunks) for case in cases))
+        rows = max(config.user.max_num_seqs, max(len(case.chunks) for case in cases))
         columns = max(case.key.read_blocks for case in cases)
         self.state = RowState.allocate(
             rows,

@@ -105,7 +105,7 @@ class StepSizes:
             # Kernels that stop at each row's length need no narrower tables.
             read_blocks=Buckets([config.max_blocks_per_row])
             if kernels.bounded_by_length
-            else default_width_buckets(config.max_blocks_per_row, config.block_size),
+            else default_width_buckets(config.max_blocks_per_row, config.user.block_size),
             tokens_per_row=config.tokens_per_row,
             proposed=config.proposed_drafts,
             masked=config.structured_output,
@@ -192,7 +192,7 @@ def most_table_updates(config: ResolvedConfig, num_groups: int) -> int:
     updates, whose prompt was cached, needs several copies. Every copy has this size, so the rare
     case does not increase it.
     """
-    most_per_row = -(-min(config.max_model_len, config.prefill_chunk) // config.block_size)
+    most_per_row = -(-min(config.max_model_len, config.prefill_chunk) // config.user.block_size)
     tokens = max(config.tokens_per_row, default=1) + config.proposed_drafts
-    most_per_step = -(-tokens // config.block_size)
-    return num_groups * (2 * config.max_num_seqs * most_per_step + most_per_row)
+    most_per_step = -(-tokens // config.user.block_size)
+    return num_groups * (2 * config.user.max_num_seqs * most_per_step + most_per_row)

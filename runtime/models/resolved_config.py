@@ -33,17 +33,17 @@ MAX_PREFILL_ROWS = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ResolvedConfig(EngineConfig):
+class ResolvedConfig:
     """The configuration of one engine: an `EngineConfig` resolved for a model and a device.
 
     It has every size that follows from the configuration. The memory plan reduces two of them
-    (`fit_to_cache`). Fields that are not below have the user's values.
+    (`fit_to_cache`).
     """
 
     user: EngineConfig
-    """As given, for budgets and for messages."""
-    device: torch.device  # type: ignore[assignment]  # of the name
-    dtype: torch.dtype  # type: ignore[assignment]  # of the name
+    """As given: the fields that need no resolving, budgets, and values for messages."""
+    device: torch.device
+    dtype: torch.dtype
     weights: WeightStorage
     """How the weights of linear layers are stored."""
     storage: Storage
@@ -57,11 +57,10 @@ class ResolvedConfig(EngineConfig):
     """Of the native operators on a CPU."""
     max_model_len: int
     """Of one sequence, by model and configuration, and by the cache once that is planned."""
+    prefill_chunk: int
+    """Maximum prompt tokens per step, by configuration, and by the memory plan once it is made."""
     speculation: Speculation | None
     structured_output: bool
-
-    def __post_init__(self) -> None:
-        """Nothing: `user` has been checked."""
 
     @property
     def is_async_device(self) -> bool:
@@ -71,29 +70,29 @@ class ResolvedConfig(EngineConfig):
     @property
     def compiled(self) -> bool:
         """Whether `torch.compile` compiles steps without native layers."""
-        return self.mode == "compile" or (self.mode == "graph" and self.compile)
+        return self.mode == "compile" or (self.mode == "graph" and self.user.compile)
 
     @property
     def max_prefill_rows(self) -> int:
         """Maximum prompts with a chunk in one prefill step."""
-        return min(MAX_PREFILL_ROWS, self.max_num_seqs)
+        return min(MAX_PREFILL_ROWS, self.user.max_num_seqs)
 
     @property
     def max_blocks_per_row(self) -> int:
         """Blocks of the longest sequence in one layer group: columns of a block table."""
-        return -(-self.max_model_len // self.block_size)
+        return -(-self.max_model_len // self.user.block_size)
 
     @property
     def row_buckets(self) -> Buckets:
         """Numbers of rows that decode steps are prepared for; the largest is `max_num_seqs`."""
-        if self.buckets is None:
-            return default_row_buckets(self.max_num_seqs)
-        return Buckets((*self.buckets, self.max_num_seqs))
+        if self.user.buckets is None:
+            return default_row_buckets(self.user.max_num_seqs)
+        return Buckets((*self.user.buckets, self.user.max_num_seqs))
 
     @property
     def token_buckets(self) -> Buckets:
         """Numbers of tokens that prefill steps are prepared for; the largest is `prefill_chunk`."""
-        return default_token_buckets(self.prefill_chunk, fine=self.max_itl_ms is not None)
+        return default_token_buckets(self.prefill_chunk, fine=self.user.max_itl_ms is not None)
 
     @property
     def tokens_per_row(self) -> tuple[int, ...]:
@@ -119,8 +118,10 @@ class ResolvedConfig(EngineConfig):
 
         A verify step has no more than a prefill step, which the activations are planned for.
         """
-        verified = min(self.max_num_seqs * max(self.tokens_per_row, default=1), self.prefill_chunk)
-        return max(self.max_num_seqs, verified)
+        verified = min(
+            self.user.max_num_seqs * max(self.tokens_per_row, default=1), self.prefill_chunk
+        )
+        return max(self.user.max_num_seqs, verified)
 
     @property
     def kv_element_bytes(self) -> int:
@@ -172,23 +173,21 @@ class ResolvedConfig(EngineConfig):
         kernels = resolve_kernels(config.kernels, mode, obstacle, missing)
         if config.batch_invariant:
             kernels = "native"
-        given = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
         return cls(
-            **given
-            | {
-                "user": config,
-                "device": device,
-                "dtype": dtype,
-                "weights": weights,
-                "storage": "model" if config.kv_dtype == "auto" else config.kv_dtype,
-                "model_impl": "native" if isinstance(model, ModelConfig) else "transformers",
-                "kernels": kernels,
-                "native_obstacle": obstacle,
-                "mode": mode,
-                "threads": _threads(config),
-                "max_model_len": config.max_model_len or longest,
-                "structured_output": resolve_masks(config, device, mode, kernels),
-            }
+            user=config,
+            device=device,
+            dtype=dtype,
+            weights=weights,
+            storage="model" if config.kv_dtype == "auto" else config.kv_dtype,
+            model_impl="native" if isinstance(model, ModelConfig) else "transformers",
+            kernels=kernels,
+            native_obstacle=obstacle,
+            mode=mode,
+            threads=_threads(config),
+            max_model_len=config.max_model_len or longest,
+            prefill_chunk=config.prefill_chunk,
+            speculation=None if config.speculation is None else Speculation.of(config.speculation),
+            structured_output=resolve_masks(config, device, mode, kernels),
         )
 
 

@@ -415,7 +415,7 @@ class Scheduler:
 
     def forget_contents(self) -> None:
         """Clear the prefix cache, and exclude tokens computed so far from later sharing."""
-        self.cache.forget_contents()
+        self.cache.pool.forget_contents()
         self._publisher.forget_contents()
         for request in (*self._running, *self._waiting):
             request.prefix_hashes = None
@@ -483,7 +483,7 @@ class Scheduler:
             table = cache.block_table(request.id, group)
             stop = min(end + min(drafts + 1, request.num_unsampled - 1), request.outgrown_at)
             lacking = 0 if request.siblings else cache.lacking(request.id, stop)
-            if 0 < lacking <= cache.num_free_blocks:
+            if 0 < lacking <= cache.pool.num_free:
                 grown = self._grow(plan, request, stop)
                 assert grown, "there were enough blocks"
             plan.prefill[index] = replace(chunk, draft_stop=len(table) * cache.block_size)
@@ -651,7 +651,7 @@ class Scheduler:
         # All tokens but the last, whose logits the request needs to sample its own token.
         shared = len(head.prompt_ids) - 1
         siblings = [(s.id, shared) for s in self._may_fork(head) if s.num_computed >= shared]
-        free = self.cache.num_free_blocks
+        free = self.cache.pool.num_free
         state = (head, len(siblings), self._publisher.num_prompts, self._num_releases)
         if self._refused is not None and self._refused[:4] == state and free <= self._refused[4]:
             return None
@@ -722,7 +722,7 @@ class Scheduler:
         This step computes `count` of them.
         """
         stop = request.num_computed + tokens
-        if self.cache.lacking(request.id, stop) > self.cache.num_free_blocks:
+        if self.cache.lacking(request.id, stop) > self.cache.pool.num_free:
             return False
         self._wakes.cancel(request)
         grown = self._grow(plan, request, stop)

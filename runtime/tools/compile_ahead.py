@@ -236,10 +236,11 @@ def record_steps(
         ConfigError: the configuration cannot work with this model.
     """
     found = resolve_source(source, config_only=True)
-    resolved = resolve_absent(
-        dataclasses.replace(config, device="cuda", mode="graph"), found.native
+    config = dataclasses.replace(
+        config, max_num_seqs=max(rows), max_batch_tokens=None, buckets=None
     )
-    resolved = dataclasses.replace(resolved, max_num_seqs=max(rows))
+    config = dataclasses.replace(config, device="cuda", mode="graph")
+    resolved = resolve_absent(config, found.native)
     functions = _functions(found, resolved, max(tokens, default=1))
     sizes = dataclasses.replace(
         StepSizes.choose(resolved, functions.model.kernels),
@@ -275,7 +276,7 @@ def _functions(found: Source, config: ResolvedConfig, prefill_tokens: int) -> St
     model = found.native
     groups = group_layers(plan_of(model).states)
     kernels = select_kernels("cuda", config.mode, config.dtype, config.weights, config.kernels)
-    if config.batch_invariant:
+    if config.user.batch_invariant:
         kernels = batch_invariant_kernels(kernels)
     if kernels.name == "triton":
         # Without a device, the operators of torch would call no kernel.
@@ -283,7 +284,7 @@ def _functions(found: Source, config: ResolvedConfig, prefill_tokens: int) -> St
             kernels, attention=triton_paged_attention, experts=triton_experts
         )
     kernels = kernels_for(kernels, model_plan(model))
-    arena = Arena(groups, _BLOCKS, config.block_size, config.dtype, _META, config.storage)
+    arena = Arena(groups, _BLOCKS, config.user.block_size, config.dtype, _META, config.storage)
     decoder = Decoder(model, kernels, config.dtype, _META, groups, config.storage)
     weights = {name: TensorSpec(p.shape, config.dtype) for name, p in fused_layout(model).items()}
     decoder.store(_absent(weights).items())
@@ -301,12 +302,12 @@ def _functions(found: Source, config: ResolvedConfig, prefill_tokens: int) -> St
         module = absent.decoder if isinstance(absent, DraftModel) else absent
         module.store(_absent(weights).items())
         group = dataclasses.replace(drafter.layers, index=0)
-        own = Arena([group], _BLOCKS, config.block_size, config.dtype, _META, config.storage)
-        drafting = DraftStep(absent, own.tensor, state, config.block_size)
+        own = Arena([group], _BLOCKS, config.user.block_size, config.dtype, _META, config.storage)
+        drafting = DraftStep(absent, own.tensor, state, config.user.block_size)
     return StepFunctions(
         decoder,
         arena.tensor,
-        config.block_size,
+        config.user.block_size,
         state,
         StepInputs(**_absent(layouts["steps"])),
         None,

@@ -161,7 +161,6 @@ def resolve_absent(config: EngineConfig, model: DecoderConfig) -> ResolvedConfig
         resolved,
         user=config,
         device=device,
-        batch_invariant=config.batch_invariant,
         kernels=kernels,
         native_obstacle=obstacle,
         mode=mode,
@@ -180,18 +179,24 @@ def _answers(
 
     def fits(rows: int, tokens: int) -> bool:
         """Whether `rows` requests of `tokens` tokens fit together, with full prefill chunks."""
-        changed = dataclasses.replace(config, max_num_seqs=rows, max_model_len=tokens, buckets=None)
+        user = dataclasses.replace(
+            config.user, max_num_seqs=rows, max_batch_tokens=None, buckets=None
+        )
+        changed = dataclasses.replace(config, user=user, max_model_len=tokens)
         groups = group_layers(plan_of(model).states)
         footprint = model_footprint(
             model, changed, kernels, groups, host_shared=memory.shared_with_os
         )
+        budget = MemoryBudget(
+            bytes=budget_bytes,
+            num_blocks=footprint.most_blocks,
+            max_batch_tokens=footprint.most_batch_tokens,
+        )
         try:
             plan_memory(
                 footprint,
-                MemoryBudget(bytes=budget_bytes),
+                budget,
                 available_bytes=memory.available,
-                num_blocks=footprint.most_blocks,
-                max_batch_tokens=footprint.most_batch_tokens,
                 reserve_bytes=RESERVE_BYTES[config.device.type],
             )
         except MemoryBudgetError:
@@ -206,7 +211,7 @@ def _answers(
         return f"{found:,}{unit}" + (f", the {whose} maximum" if found == limit else "")
 
     own, lines = config.max_model_len, []
-    for rows in dict.fromkeys((1, config.max_num_seqs)):
+    for rows in dict.fromkeys((1, config.user.max_num_seqs)):
         answer = most(own, " tokens", "model's", partial(fits, rows))
         lines.append(f"longest context of {num_rows(rows)}: {answer}")
     for tokens in dict.fromkeys([*(c for c in _CONTEXTS if c < own), own]):

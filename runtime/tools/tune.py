@@ -69,7 +69,7 @@ def tune(
 
     plans = model_plan(model).layers
     kinds = [plans.index(plan) for plan in dict.fromkeys(plans)]
-    key = StepKey("decode", rows, -(-CONTEXT // config.block_size), False)
+    key = StepKey("decode", rows, -(-CONTEXT // config.user.block_size), False)
     case = SampleCase(key, ((CONTEXT - 1, 1),) * rows)
     cut = model.with_layers(kinds * LAYERS)
     steps = SampleSteps(cut, config, gpu_kernels(config.weights), [case], seed=0)

@@ -207,7 +207,7 @@ def decode_cases(
         return call
 
     plain = Operations(**{name: recording(name) for name in _REFERENCES})
-    key = StepKey("decode", rows, -(-context // config.block_size), False)
+    key = StepKey("decode", rows, -(-context // config.user.block_size), False)
     case = SampleCase(key, ((context - 1, 1),) * rows)
     steps = SampleSteps(model, config, gpu_kernels(config.weights, plain), [case], seed=0)
     steps.prepare(case)

@@ -187,7 +187,7 @@ def test_bytes_are_those_that_are_stored(
     engine = open_engine(variant, kv_dtype=kv_dtype, weight_dtype=weight_dtype)
     parts = parts_of(engine)
     arena = parts.arena.tensor
-    of_slot = arena.nbytes / (arena.shape[2] * engine.config.block_size)  # in one group
+    of_slot = arena.nbytes / (arena.shape[2] * engine.config.user.block_size)  # in one group
     assert engine.kv_bytes_read(1) == of_slot * len(parts.groups)
     weights = {p.data_ptr(): p.untyped_storage().nbytes() for p in parts.model.parameters()}
     gathered = 0

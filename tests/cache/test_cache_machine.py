@@ -55,7 +55,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.longest = max(
             n
             for n in range(MOST_TOKENS + 1)
-            if self.cache.most_blocks(n) <= self.cache.usable_blocks
+            if sum(g.most_blocks(n, block_size, chunk) for g in groups) < num_blocks
         )
         assume(self.longest >= 2)
         self.chunk = chunk
@@ -147,7 +147,7 @@ class CacheMachine(RuleBasedStateMachine):
         ]
         job.hashes.extend(lambda start, stop: job.tokens[start:stop], job.known)
         expected = brute_force_match(self.cache, self.windows, job) if prefix else 0
-        free, alone = self.cache.num_free_blocks, not self.tables
+        free, alone = self.cache.pool.num_free, not self.tables
         found = self.cache.admit(
             job.id,
             job.known,
@@ -158,11 +158,11 @@ class CacheMachine(RuleBasedStateMachine):
         )
         if found is None:
             assert not alone or headroom, "a lone request that fits was refused"
-            assert self.cache.num_free_blocks == free
+            assert self.cache.pool.num_free == free
             assert all(self.cache.block_table(job.id, g) == () for g in range(len(self.windows)))
             return
         assert 0 <= found.num_tokens < job.known
-        assert self.cache.num_free_blocks >= headroom
+        assert self.cache.pool.num_free >= headroom
         if found.source == "prefix":
             assert found.num_tokens == expected
         elif found.source != "swap":
@@ -314,9 +314,9 @@ class CacheMachine(RuleBasedStateMachine):
         for job in self.waiting:
             self.cache.host.drop(job.id)
         self.cache.check_integrity()
-        assert self.cache.num_free_blocks == self.cache.usable_blocks
+        assert self.cache.pool.num_free == self.cache.usable_blocks
         assert self.cache.host.num_free == self.cache.host.num_blocks
-        assert self.cache.num_cached_blocks <= self.cache.usable_blocks
+        assert self.cache.pool.num_published <= self.cache.usable_blocks
 
 
 @pytest.mark.parametrize(

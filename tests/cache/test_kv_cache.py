@@ -13,7 +13,7 @@ def test_headroom_and_the_peak_of_windows_are_left_free() -> None:
     for num_blocks, headroom, fits in [(8, 0, True), (7, 0, False), (9, 1, True), (8, 1, False)]:
         cache = KVCache(groups_of((None, 6)), num_blocks, 4, chunk=2)
         assert (cache.admit("a", 16, chunk=2, headroom=headroom) is not None) == fits
-        assert cache.num_free_blocks == num_blocks - 1 - 5 * fits
+        assert cache.pool.num_free == num_blocks - 1 - 5 * fits
 
 
 def test_tails_go_first_and_groups_in_step() -> None:

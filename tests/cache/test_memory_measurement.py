@@ -125,7 +125,7 @@ def test_captures_are_measured_one_by_one_and_all_at_once(fake_device: FakeDevic
 
     keys = SIZES.keys()
     library = StepLibrary[StepKey, None](step, keys, lambda key: key.size, lambda key: lambda: None)
-    library.prepare(watcher=peaks)
+    library.prepare(peaks.prepared)
     assert peaks.peaks == {key: peak_of(key) for key in keys}
     largest = max(map(peak_of, keys))
     assert peaks.pool_bytes == largest

@@ -6,7 +6,6 @@ import dataclasses
 import math
 from bisect import bisect_left
 from fractions import Fraction
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -110,13 +109,13 @@ class Case:
         wanted = max(f.max_num_seqs + 1, f.block_size * blocks)
         return min(wanted, f.max_num_seqs + f.prefill_chunk)
 
-    def solve(self, **fixed: Any) -> MemoryPlan:
+    def solve(self, *, capped: bool, **fixed: int | None) -> MemoryPlan:
         plan = plan_memory(
             self.footprint,
-            self.budget,
+            dataclasses.replace(self.budget, **fixed),
             available_bytes=self.available,
             reserve_bytes=self.reserve,
-            **fixed,
+            capped=capped,
         )
         assert plan.budget_bytes == self.ceiling
         assert plan.total == self.total(plan.num_blocks, plan.max_batch_tokens) <= self.ceiling
@@ -152,13 +151,13 @@ def test_a_plan_is_maximal(case: Case, fixed: str, extra: int, extra_blocks: int
     at_least = f.least_blocks if blocks is None else blocks
     least_tokens = case.tokens_of(at_least) if blocks is None else f.max_num_seqs + 1
     least = case.total(at_least, tokens or least_tokens)
-    given_ = {"num_blocks": blocks, "max_batch_tokens": tokens, "capped": fixed == "cap"}
+    given_ = {"num_blocks": blocks, "max_batch_tokens": tokens}
     if least > case.ceiling:
         with pytest.raises(MemoryBudgetError) as refused:
-            case.solve(**given_)
+            case.solve(capped=fixed == "cap", **given_)
         assert refused.value.needed_bytes == least
         return
-    plan = case.solve(**given_)
+    plan = case.solve(capped=fixed == "cap", **given_)
     if blocks is not None:
         assert plan.num_blocks == blocks
         assert plan.max_batch_tokens == (tokens or plan.max_batch_tokens)
@@ -253,8 +252,8 @@ def test_host_terms_count_where_the_memory_is_one(shared: bool) -> None:
     footprint = dataclasses.replace(
         hybrid(), host_blocks=1000, buffer_bytes=lambda *_: (0, 5000), host_shared=shared
     )
-    budget = MemoryBudget(bytes=1 << 30)
-    plan = plan_memory(footprint, budget, available_bytes=1 << 31, max_batch_tokens=64)
+    budget = MemoryBudget(bytes=1 << 30, max_batch_tokens=64)
+    plan = plan_memory(footprint, budget, available_bytes=1 << 31)
     assert plan.host_total == 1000 * footprint.block_bytes + 5000
     assert plan.total == sum(plan.terms().values()) - (0 if shared else plan.host_total)
     assert 0 <= (1 << 30) - plan.total < footprint.block_bytes

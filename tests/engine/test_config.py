@@ -70,23 +70,20 @@ def test_choices_that_contradict_each_other(choices: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("choices", "budget", "fixed_blocks"),
+    ("choices", "budget"),
     [
-        ({}, MemoryBudget(fraction=0.5), None),
-        ({"memory_fraction": 0.25}, MemoryBudget(fraction=0.25), None),
-        ({"memory_bytes": 10**9}, MemoryBudget(bytes=10**9), None),
-        ({"memory_tokens": 4096}, MemoryBudget(context_tokens=4096), None),
-        ({"num_blocks": 12}, MemoryBudget(num_blocks=12), None),
-        ({"num_blocks": 12, "memory_bytes": 10**9}, MemoryBudget(bytes=10**9), 12),
-        ({"num_blocks": 12, "memory_fraction": 0.25}, MemoryBudget(fraction=0.25), 12),
+        ({}, MemoryBudget(fraction=0.5)),
+        ({"memory_fraction": 0.25}, MemoryBudget(fraction=0.25)),
+        ({"memory_bytes": 10**9}, MemoryBudget(bytes=10**9)),
+        ({"memory_tokens": 4096}, MemoryBudget(context_tokens=4096)),
+        ({"num_blocks": 12}, MemoryBudget(num_blocks=12)),
+        ({"num_blocks": 12, "memory_bytes": 10**9}, MemoryBudget(bytes=10**9, num_blocks=12)),
+        ({"num_blocks": 12, "memory_fraction": 0.5}, MemoryBudget(fraction=0.5, num_blocks=12)),
+        ({"max_batch_tokens": 64}, MemoryBudget(fraction=0.5, max_batch_tokens=64)),
     ],
 )
-def test_memory_budget(
-    choices: dict[str, Any], budget: MemoryBudget, fixed_blocks: int | None
-) -> None:
-    config = EngineConfig(**choices)
-    assert config.memory_budget(torch.device("cpu")) == budget
-    assert config.fixed_blocks == fixed_blocks
+def test_memory_budget(choices: dict[str, Any], budget: MemoryBudget) -> None:
+    assert EngineConfig(**choices).memory_budget(torch.device("cpu")) == budget
 
 
 def refused(field: str) -> Any:

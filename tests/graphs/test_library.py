@@ -67,35 +67,24 @@ class Runner:
         return StepLibrary(make_step, keys, lambda key: key.rows, self.make_fallback)
 
 
-class Watcher:
-    def __init__(self, capturer):
-        self.log = []
-        self.captured = capturer.order
-
-    def warmed_up(self, key):
-        self.log.append(key.rows)
-
-    def begin_captures(self):
-        self.log.append(f"{len(self.captured)} captured")
-
-    end_captures = begin_captures
-
-
 KEYS = [Key(1), Key(8), Key(2), Key(16, 4), Key(16, 2), Key(4)]
 
 
 @pytest.mark.parametrize("kind", ["graph", "compile"])
 def test_all_is_warmed_up_before_anything_is_captured_largest_first(kind):
-    runner, seen = Runner(kind), []
-    watcher = Watcher(runner.capturer)
+    runner, seen, captured = Runner(kind), [], []
+
+    def prepared(done, total, key):
+        seen.append((done, total, key))
+        captured.append(len(runner.capturer.order))
+
     library = runner.library([*KEYS, Key(8)])
-    library.prepare(lambda done, total, key: seen.append((done, total, key)), watcher)
+    library.prepare(prepared)
     order = [Key(16, 4), Key(16, 2), Key(8), Key(4), Key(2), Key(1)]
     assert runner.made == order  # a key given twice is made once
     captures = order if kind == "graph" else []
     assert runner.capturer.order == [key.rows for key in captures]
-    sizes = [key.rows for key in order]
-    assert watcher.log == [*sizes, "0 captured", f"{len(captures)} captured"]
+    assert captured == [0] * 6 + [*range(1, len(captures) + 1)]
     stages = enumerate(order + captures, start=1)
     assert seen == [(i, 6 + len(captures), key) for i, key in stages]
     assert list(library.steps) == order

@@ -339,15 +339,13 @@ class FakePeaks:
         self.captured_bytes = 0
         self._graphs = graphs
 
-    def warmed_up(self, key: StepKey) -> None:
+    def prepared(self, done: int, total: int, key: StepKey) -> None:
         self.peaks[key] = 1024 * key.size
-
-    def begin_captures(self) -> None:
-        self._graphs.log.append(("begin captures",))
-
-    def end_captures(self) -> None:
-        self._graphs.log.append(("end captures",))
-        self.captured_bytes = 4096 * len(self._graphs.graphs) + self.pool_bytes
+        if 2 * done == total:
+            self._graphs.log.append(("begin captures",))
+        if done == total:
+            self._graphs.log.append(("end captures",))
+            self.captured_bytes = 4096 * len(self._graphs.graphs) + self.pool_bytes
 
 
 @pytest.fixture(name="fake_graphs")

@@ -63,18 +63,20 @@ class Rig:
         self.prefix = prefix
         chunk = min(prefill_chunk, max_batch_tokens)
         groups = groups_of(windows)
-        # The shortest request, one token in and one out, has to fit.
-        least = sum(group.most_blocks(2, block_size, chunk) for group in groups)
+
+        def most_blocks(num_tokens: int) -> int:
+            return sum(group.most_blocks(num_tokens, block_size, chunk) for group in groups)
+
         self.cache = KVCache(
             groups,
-            max(usable_blocks, least) + 1,
+            max(usable_blocks, most_blocks(2)) + 1,  # one token in and one out
             block_size,
             chunk=chunk,
             host_blocks=host_blocks,
         )
         fitting = range(MAX_LEN + 1)
         usable = self.cache.usable_blocks
-        self.capacity = bisect_right(fitting, usable, key=self.cache.most_blocks) - 1
+        self.capacity = bisect_right(fitting, usable, key=most_blocks) - 1
         self.scheduler = Scheduler(
             self.cache,
             max_num_seqs=max_num_seqs,
@@ -202,9 +204,9 @@ class Rig:
     def check_empty(self) -> None:
         """Assert that nothing of any request is left but cached blocks."""
         cache, scheduler = self.cache, self.scheduler
-        assert cache.num_free_blocks == cache.usable_blocks
+        assert cache.pool.num_free == cache.usable_blocks
         assert cache.host.num_free == cache.host.num_blocks
-        assert cache.num_cached_blocks <= cache.usable_blocks
+        assert cache.pool.num_published <= cache.usable_blocks
         assert not cache._held
         assert scheduler.num_running == scheduler.num_waiting == 0
         assert not self.loop.requests.groups

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from stepgraph.runtime.request import Request, RequestStatus
 
-from ..rigs.scheduler_rig import Rig
+from ..rigs.scheduler_rig import Rig, groups_of
 
 WINDOWS = [(None,), (3,), (None, 5)]
 
@@ -15,7 +15,7 @@ WINDOWS = [(None,), (3,), (None, 5)]
 def two_requests(windows: Any, in_flight: int) -> tuple[Rig, list[Request]]:
     """Requests that begin together in a cache in which they cannot both go on."""
     sizes: dict[str, Any] = {"windows": windows, "block_size": 2, "prefill_chunk": 8}
-    blocks = 2 * Rig(**sizes).cache.most_blocks(4) + len(windows)
+    blocks = 2 * sum(group.most_blocks(4, 2, 8) for group in groups_of(windows)) + len(windows)
     rig = Rig(**sizes, host_blocks=20, usable_blocks=blocks, in_flight=in_flight)
     return rig, [rig.add(4, max_tokens=14), rig.add(4, max_tokens=14)]
 

@@ -25,7 +25,7 @@ def test_a_request_of_higher_priority_takes_what_is_free() -> None:
     rig = Rig(usable_blocks=6, block_size=4, max_num_seqs=4)
     low = [rig.add(5, priority=priority, max_tokens=6) for priority in (1, 2)]
     rig.step(2)
-    assert rig.cache.num_free_blocks == 2
+    assert rig.cache.pool.num_free == 2
     equal = rig.add(5, priority=2)
     assert not rig.step().admitted  # the two before it may need a block each
     urgent = rig.add(5, priority=0, max_tokens=6)
@@ -51,7 +51,7 @@ def test_the_request_served_last_is_preempted(priority: int, victim: int) -> Non
     requests = [rig.add(2), rig.add(2, priority=priority)]
     survivor = requests[1 - victim]
     rig.step(3)  # both hold two full blocks
-    assert rig.cache.num_free_blocks == 0
+    assert rig.cache.pool.num_free == 0
     plan = rig.step()
     assert requests_of(plan.preempted) == [requests[victim]]
     assert plan.decode == [survivor]

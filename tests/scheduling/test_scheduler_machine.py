@@ -61,7 +61,7 @@ def watch_admission(rig: Rig) -> None:
     def plan() -> StepPlan:
         made = plan_step()
         if made.admitted:
-            assert cache.num_free_blocks >= reserved_for(made.admitted[-1].request)
+            assert cache.pool.num_free >= reserved_for(made.admitted[-1].request)
         budget = min(scheduler.prefill_chunk, scheduler.max_batch_tokens - len(made.decode))
         head = scheduler._waiting.head()
         if (
@@ -73,7 +73,7 @@ def watch_admission(rig: Rig) -> None:
             and not scheduler._waits_for_sibling(head)
         ):
             needed = -(-head.num_tokens // cache.block_size)
-            assert needed + reserved_for(head) > cache.num_free_blocks, "there was room for it"
+            assert needed + reserved_for(head) > cache.pool.num_free, "there was room for it"
         return made
 
     scheduler.plan = plan  # type: ignore[method-assign]
@@ -305,7 +305,7 @@ def test_a_paused_request_frees_its_row_and_goes_on_with_the_same_tokens() -> No
         rig.loop.check_integrity()
     assert second.finished
     assert first.requests[0].num_output == paused_at
-    assert rig.cache.num_free_blocks == rig.cache.usable_blocks
+    assert rig.cache.pool.num_free == rig.cache.usable_blocks
     rig.loop.requests.resume(first)
     (last,) = (output for output in rig.drain() if output.finished)
     rig.check_output(last, first.requests)
