@@ -113,11 +113,19 @@ class NonFiniteLogitsError(StepgraphError, ArithmeticError):
     """
 
 
-class EngineClosedError(StepgraphError, RuntimeError):
+class EngineUnavailableError(StepgraphError, RuntimeError):
+    """The engine accepts no requests: it starts, drains or sleeps, or it has ended."""
+
+
+class EngineNotStartedError(EngineUnavailableError):
+    """An `AsyncEngine` was used before `start()`, or before it was entered with `async with`."""
+
+
+class EngineClosedError(EngineUnavailableError):
     """The engine was used after `close()`."""
 
 
-class EngineForkedError(EngineClosedError):
+class EngineForkedError(EngineUnavailableError):
     """The engine was used in a forked child of the process that made it.
 
     Threads and devices of the parent do not exist there: make a new engine in the child.
@@ -145,14 +153,6 @@ class RankError(EngineFailedError):
     The message names the rank and the reason. The engine cannot be used any more; all its processes
     end.
     """
-
-
-class EngineUnavailableError(StepgraphError, RuntimeError):
-    """An `AsyncEngine` starts, drains or sleeps, and accepts no requests now."""
-
-
-class EngineNotStartedError(EngineUnavailableError):
-    """An `AsyncEngine` was used before `start()`, or before it was entered with `async with`."""
 
 
 class OverloadedError(StepgraphError, RuntimeError):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -22,18 +22,17 @@ from ..spec import LayerGroup
 # The memory plan, term by term, and its comparison with measurements. All bytes.
 
 TERMS = (
-    "weights",
-    "cache",
-    "static_buffers",
-    "activations",
-    "logits",
-    "attention_masks",
-    "captured_graphs",
-    "reserve",
-    "host_cache",
-    "host_buffers",
+    "weights",  # parameters of the model, loaded already or not
+    "cache",  # the arena, null block included
+    "static_buffers",  # inputs, outputs and tables, allocated for the lifetime of the engine
+    "activations",  # peak of the intermediate results of a step
+    "logits",  # logits of `max_num_seqs` rows and the float32 copies that sampling makes
+    "attention_masks",  # masks, and scores if a kernel stores them; 0 for kernels that need none
+    "captured_graphs",  # memory of captured steps, without their buffers
+    "reserve",  # left free, for fragmentation and other processes
+    "host_cache",  # blocks in host memory for swapped requests
+    "host_buffers",  # host mirrors of static buffers, and host copies of outputs
 )
-
 """The terms of a plan, in the order they are shown."""
 
 HOST_TERMS = ("host_cache", "host_buffers")
@@ -45,16 +44,7 @@ class MemoryPlan:
     """The sizes that `plan_memory` chose, and the bytes of each term.
 
     Attributes:
-        weights: parameters of the model, loaded already or not.
-        cache: the arena, null block included.
-        static_buffers: inputs, outputs and tables, allocated for the lifetime of the engine.
-        activations: peak of the intermediate results of a step.
-        logits: logits of `max_num_seqs` rows and the float32 copies that sampling makes.
-        attention_masks: masks, and scores if a kernel stores them; 0 for kernels that need none.
-        captured_graphs: memory of captured steps, without their buffers.
-        reserve: bytes left free, for fragmentation and other processes.
-        host_cache: blocks in host memory for swapped requests.
-        host_buffers: host mirrors of static buffers, and host copies of outputs.
+        terms: bytes of each of `TERMS`.
         host_shared: whether the host's memory is the device's, so that `total` counts it.
         num_blocks: blocks of the cache, null block included.
         host_blocks: blocks of the host cache.
@@ -68,16 +58,7 @@ class MemoryPlan:
         capped: whether more blocks would fit than `max_num_seqs` full requests can use.
     """
 
-    weights: int
-    cache: int
-    static_buffers: int
-    activations: int
-    logits: int
-    attention_masks: int
-    captured_graphs: int
-    reserve: int
-    host_cache: int
-    host_buffers: int
+    terms: Mapping[str, int]
     host_shared: bool
     num_blocks: int
     host_blocks: int
@@ -92,28 +73,22 @@ class MemoryPlan:
     @property
     def total(self) -> int:
         """Sum of all terms in bytes; without the host terms if host and device memory differ."""
-        return sum(self.terms().values()) - (0 if self.host_shared else self.host_total)
+        return sum(_on_device(self.terms, self.host_shared).values())
 
     @property
     def host_total(self) -> int:
         """Sum of the terms in host memory."""
-        return sum(getattr(self, name) for name in HOST_TERMS)
+        return sum(self.terms[name] for name in HOST_TERMS)
 
     @property
     def usable_blocks(self) -> int:
         """Blocks that requests can hold: all but the null block."""
         return self.num_blocks - 1
 
-    def terms(self) -> dict[str, int]:
-        """Bytes of each of `TERMS`."""
-        return {name: getattr(self, name) for name in TERMS}
-
     def summary(self) -> str:
         """The plan on one line: its terms, and what the cache holds."""
         terms = ", ".join(
-            f"{self._label(name)} {format_bytes(size)}"
-            for name, size in self.terms().items()
-            if size
+            f"{self._label(name)} {format_bytes(size)}" for name, size in self.terms.items() if size
         )
         return (
             f"{terms}; {format_bytes(self.total)} of a budget of {format_bytes(self.budget_bytes)};"
@@ -122,7 +97,7 @@ class MemoryPlan:
 
     def format(self) -> str:
         """The plan as an aligned table in plain text, without a trailing newline."""
-        rows = {self._label(name): format_bytes(size) for name, size in self.terms().items()}
+        rows = {self._label(name): format_bytes(size) for name, size in self.terms.items()}
         rows["total"] = format_bytes(self.total)
         rows["budget"] = format_bytes(self.budget_bytes)
         rows["available"] = format_bytes(self.available_bytes)
@@ -141,6 +116,11 @@ class MemoryPlan:
         if name in HOST_TERMS and not self.host_shared:
             return f"{label} (not in the total)"
         return label
+
+
+def _on_device(terms: Mapping[str, int], host_shared: bool) -> dict[str, int]:
+    """Return the terms that a budget covers."""
+    return {name: size for name, size in terms.items() if host_shared or name not in HOST_TERMS}
 
 
 def format_bytes(size: int) -> str:
@@ -187,6 +167,7 @@ class ModelFootprint:
         logits_bytes_per_row: logits of one row, with the copies that sampling makes.
         buffer_bytes: static buffers; and their host mirrors and host copies of outputs, 0 on a CPU.
         graph_bytes: memory of captured steps, without their buffers.
+        reserve_bytes: bytes to leave free.
         host_blocks: blocks of the host cache.
         host_shared: whether host and device share their memory, so that a budget covers both.
     """
@@ -206,6 +187,7 @@ class ModelFootprint:
     logits_bytes_per_row: int = 0
     buffer_bytes: BufferBytes = lambda _tokens, _blocks: (0, 0)
     graph_bytes: int = 0
+    reserve_bytes: int = 0
     host_blocks: int = 0
     host_shared: bool = True
 
@@ -264,7 +246,7 @@ class ModelFootprint:
         return whole * self.max_model_len + self._longest(rest)
 
     def terms(self, num_blocks: int, max_batch_tokens: int) -> dict[str, int]:
-        """Bytes of each term of a plan except the reserve."""
+        """Bytes of each of `TERMS`."""
         prefill_tokens = min(max_batch_tokens, self.prefill_chunk)
         row_blocks = max(1, -(-self.longest_request(num_blocks) // self.block_size))
         positions = row_blocks * self.block_size
@@ -282,14 +264,15 @@ class ModelFootprint:
             "logits": self.logits_bytes_fixed + self.logits_bytes_per_row * self.max_num_seqs,
             "attention_masks": self.mask_bytes_per_token_position * most_tokens * positions,
             "captured_graphs": self.graph_bytes,
+            "reserve": self.reserve_bytes,
             "host_cache": self.block_bytes * self.host_blocks,
             "host_buffers": host_buffers,
         }
 
     def total(self, num_blocks: int, max_batch_tokens: int) -> int:
-        """Bytes of a plan on the device, without the reserve."""
+        """Bytes of a plan on the device."""
         terms = self.terms(num_blocks, max_batch_tokens)
-        return sum(b for n, b in terms.items() if self.host_shared or n not in HOST_TERMS)
+        return sum(_on_device(terms, self.host_shared).values())
 
     def batch_tokens(self, num_blocks: int) -> int:
         """Batch tokens of a cache: as many as slots, but no more than a step can use."""
@@ -359,7 +342,6 @@ def plan_memory(
     *,
     available_bytes: int,
     capped: bool = False,
-    reserve_bytes: int = 0,
 ) -> MemoryPlan:
     """Solve for the number of blocks and of batch tokens that a budget allows.
 
@@ -372,7 +354,6 @@ def plan_memory(
         budget: the memory that it may use.
         available_bytes: free bytes of the device now.
         capped: whether a solution has at most `footprint.most_blocks`, whatever the budget allows.
-        reserve_bytes: bytes to leave free.
 
     Raises:
         MemoryBudgetError: the batch tokens or blocks are too few, or the budget or the device is
@@ -401,16 +382,13 @@ def plan_memory(
             f"least {footprint.least_blocks}"
         )
 
-    def total(blocks: int, tokens: int) -> int:
-        return footprint.total(blocks, tokens) + reserve_bytes
-
     # Where nothing fits, the smallest cache that works is planned, so that the error has its terms.
     tokens_of = footprint.batch_tokens if max_batch_tokens is None else lambda _: max_batch_tokens
     exceeds = False
     if fixed_blocks is None:
         # A block costs at least its own bytes: an upper bound, exact if no other term grows.
-        bound = (ceiling - total(0, tokens_of(0))) // footprint.block_bytes
-        blocks = _last(range(bound + 1), ceiling, lambda n: total(n, tokens_of(n)))
+        bound = (ceiling - footprint.total(0, tokens_of(0))) // footprint.block_bytes
+        blocks = _last(range(bound + 1), ceiling, lambda n: footprint.total(n, tokens_of(n)))
         exceeds = capped and blocks > footprint.most_blocks
         blocks = max(footprint.most_blocks if exceeds else blocks, footprint.least_blocks)
     else:
@@ -418,11 +396,10 @@ def plan_memory(
     tokens = tokens_of(blocks)
     if has_bytes and fixed_blocks is not None and max_batch_tokens is None:
         candidates = range(least, footprint.most_batch_tokens + 1)
-        tokens = least + max(_last(candidates, ceiling, lambda m: total(blocks, m)), 0)
+        tokens = least + max(_last(candidates, ceiling, lambda m: footprint.total(blocks, m)), 0)
 
     plan = MemoryPlan(
-        **footprint.terms(blocks, tokens),
-        reserve=reserve_bytes,
+        terms=footprint.terms(blocks, tokens),
         host_shared=footprint.host_shared,
         num_blocks=blocks,
         host_blocks=footprint.host_blocks,
@@ -468,12 +445,13 @@ def _too_small(plan: MemoryPlan, limit: int, *, blocks_given: bool) -> MemoryBud
     )
     budget = f"the {what} of {limit} bytes ({format_bytes(limit)}) is too small"
     usable = f"{plan.usable_blocks} block{'s' if plan.usable_blocks > 1 else ''} for tokens"
-    counted = {n: b for n, b in plan.terms().items() if plan.host_shared or n not in HOST_TERMS}
+    counted, weights = _on_device(plan.terms, plan.host_shared), plan.terms["weights"]
     terms = ", ".join(
         f"{name.replace('_', ' ')} {format_bytes(size)}" for name, size in counted.items()
     )
     term = max(counted.keys() - {"weights"}, key=counted.__getitem__)
-    alone = plan.weights > limit or plan.reserve <= plan.weights > limit - plan.reserve
+    reserve = plan.terms["reserve"]
+    alone = weights > limit or reserve <= weights > limit - reserve
     if alone:
         term = "weights"
     fields = _FIELDS.get(term, ())
@@ -481,7 +459,7 @@ def _too_small(plan: MemoryPlan, limit: int, *, blocks_given: bool) -> MemoryBud
         fields = ("num_blocks", "memory_tokens", *fields[:1])
     change = f"change {' or '.join(fields)}, or {remedy}" if fields else remedy
     what_not = (
-        f"The weights alone need {plan.weights} bytes"
+        f"The weights alone need {weights} bytes"
         if alone
         else f"The largest besides the weights is {term.replace('_', ' ')}: {change}."
     )

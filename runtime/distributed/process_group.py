@@ -113,12 +113,6 @@ class ProcessGroupCollectives:
         parts = self._parts(pad(x_BF, (0, max(sizes) - sizes[self.rank])))
         return torch.cat([part[:, :size] for part, size in zip(parts, sizes, strict=True)], dim=1)
 
-    def largest(self, values_B: Tensor, ids_B: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Collectives.largest`. Raises RankError."""
-        values, ids = torch.stack(self._parts(values_B)), torch.stack(self._parts(ids_B))
-        best = values.argmax(dim=0, keepdim=True)
-        return values.gather(0, best)[0], ids.gather(0, best)[0]
-
     def close(self) -> None:
         """Leave the process group. Idempotent."""
         group, self._group = self._group, None

@@ -122,14 +122,6 @@ class SharedMemoryCollectives:
         """See `Collectives.gather`; also inside compiled code. Raises RankError."""
         return self._run(gather_columns, x_BF, sizes)
 
-    def largest(self, values_B: Tensor, ids_B: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Collectives.largest`; also inside compiled code. Raises RankError."""
-        own_B2 = torch.stack((values_B.view(torch.int32).long(), ids_B), dim=1)
-        all_BR2 = self.gather(own_B2, [2] * self.ranks).unflatten(1, (self.ranks, 2))
-        values_BR = all_BR2[..., 0].int().view(torch.float32)
-        best_B1 = values_BR.argmax(dim=1, keepdim=True)
-        return values_BR.gather(1, best_B1)[:, 0], all_BR2[..., 1].gather(1, best_B1)[:, 0]
-
     def _run(self, operation: Callable[..., Tensor], *arguments: object) -> Tensor:
         if torch.compiler.is_compiling():
             return operation(*arguments, self._handle)

@@ -44,6 +44,7 @@ from ..errors import (
     EngineClosedError,
     EngineFailedError,
     EngineForkedError,
+    EngineUnavailableError,
     OverloadedError,
     RankError,
     RequestError,
@@ -109,7 +110,7 @@ class Engine:
         self.max_model_len = config.max_model_len
         """Maximum tokens of one sequence, prompt and output."""
         self._parts: EngineParts | None = parts
-        with ended_by_failures(parts.group):
+        with ended_by_failures(parts.runner.group):
             budget = calibrated_step_budget(parts.runner, parts.groups, config)
             speculator = calibrated_speculator(parts.runner, config)
             self._open_loop: StepLoop | None = make_loop(parts, budget, speculator)
@@ -121,13 +122,12 @@ class Engine:
         self._calls: set[GenerateCall] = set()
         self._numbers = itertools.count(1)
         self._failure: BaseException | None = None
-        self._ended: EngineClosedError | None = None
+        self._ended: EngineUnavailableError | None = None
         self._builder = RequestBuilder(
             parts.model.config,
             parts.tokenizer,
+            config.user,
             longest_sequence=self.max_model_len,
-            seed=config.user.seed,
-            prefix_block_size=config.user.block_size if config.user.prefix_cache else None,
             embeds_dtype=config.dtype if config.user.prompt_embeds else None,
             structured_output=config.structured_output,
             defaults=parts.sampling_defaults,
@@ -197,10 +197,10 @@ class Engine:
         self._ended = EngineClosedError("the engine is closed: make a new one")
         loop.close()
         if parts is not None:
-            if parts.group is not None:
+            if loop.group is not None:
                 with suppress(RankError):  # they have ended
                     parts.runner.send("close")
-                parts.group.close()
+                loop.group.close()
             if parts.model.stack is not None:
                 parts.model.stack.close()
             if parts.model.kernels.collectives is not None:
@@ -585,8 +585,8 @@ class Engine:
         def change() -> None:
             parts.runner.send("reload", new.place)
             overwrite()
-            if parts.group is not None:
-                agree_on_weights(parts.group, parts.model)
+            if loop.group is not None:
+                agree_on_weights(loop.group, parts.model)
             if config.device.type == "cuda":
                 torch.cuda.synchronize(config.device)  # steps may run in another stream
             self.model_config = new.config
@@ -760,7 +760,8 @@ class Engine:
     def kv_bytes_read(self, context: int) -> int:
         """Bytes of the cache that a row of `context` tokens reads in a decode step."""
         context = check_integer("context", context, 0, MAX_COUNT)
-        return self._open_parts().arena.bytes_read(self._open_parts().groups, context)
+        parts = self._open_parts()
+        return parts.runner.arena.bytes_read(parts.groups, context)
 
     def stats(self) -> dict[str, Any]:
         """Return counters and sizes, as plain numbers and strings.

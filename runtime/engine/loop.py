@@ -29,7 +29,6 @@ import torch
 from ...profiling import ranges
 from ...profiling.collector import CollectorWatch
 from ...profiling.timeline import NOT_TIMED, Timeline
-from ..distributed.rank_group import RankGroup
 from ..errors import NonFiniteLogitsError, RankError, RequestError, StructuredOutputError
 from ..execution.outputs import LaunchedStep, Sampled, Score
 from ..execution.runner import Runner
@@ -239,16 +238,15 @@ class StepLoop:
         in_flight: int,
         step_budget: StepBudget | None = None,
         speculator: Speculator | None = None,
-        group: RankGroup | None = None,
     ) -> None:
         """Create a loop; at most `in_flight` steps are in flight when `step` returns.
 
-        `step_budget` receives the time of every step, if there is a latency budget. A failed loop
-        ends `group`, the processes of a tensor-parallel engine.
+        `step_budget` receives the time of every step, if there is a latency budget.
         """
         self.scheduler = scheduler
         self.runner = runner
-        self.group = group
+        self.group = runner.group
+        """The processes of a tensor-parallel engine, which a failure ends."""
         self.timeline = Timeline(TIMELINE_STEPS, is_async_device=in_flight > 0)
         self.collector = CollectorWatch()
         self.requests = RequestTracker(scheduler)

@@ -35,6 +35,7 @@ from ..kernels.ops.experts import converted_bytes
 from ..kernels.ops.experts_operator import opaque_experts
 from ..kernels.ops.layer_plan import ModelPlan
 from ..models.config import DecoderConfig
+from ..models.drafters.drafter import DrafterConfig
 from ..models.plan import parameter_bytes, plan_of
 from ..models.resolved_config import ResolvedConfig
 from ..models.transformers.decoder import DecoderModel
@@ -52,19 +53,18 @@ CPU_STEP_BYTES = 1 << 20
 """Growth of the resident set in the smallest step: pages of the heap and of code, and the accuracy
 of the kernel's counters."""
 
+RESERVE_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
+"""Bytes to leave free, for workspaces of libraries and fragmentation."""
 
 _META = torch.device("meta")
 
 
-class DrafterBytes(NamedTuple):
-    """What a drafter adds to the memory of a model."""
+class FoundDrafter(NamedTuple):
+    """A drafter that fits the model of an engine, before its weights are read."""
 
-    weights: int
-    """Its own parameters as stored."""
-    block: int
-    """A block of the cache, over its layers."""
-    per_token: int
-    """The hidden states that it reads of one token."""
+    config: DrafterConfig
+    layers: LayerGroup
+    """Its layers; the index names the model's layer group whose block tables it uses."""
 
 
 def weight_bytes(plan: ModelPlan, kernels: Kernels, dtype: torch.dtype) -> int:
@@ -79,7 +79,7 @@ def model_footprint(
     groups: tuple[LayerGroup, ...],
     *,
     host_shared: bool,
-    drafter: DrafterBytes | None = None,
+    drafter: FoundDrafter | None = None,
 ) -> ModelFootprint:
     """Return every term of the memory plan as a function of blocks and batch tokens.
 
@@ -96,9 +96,14 @@ def model_footprint(
         )
         return _buffer_bytes(model, fitted, len(groups))
 
-    block_bytes = Arena(groups, 1, user.block_size, config.dtype, _META, config.storage).nbytes
+    layout = user.block_size, config.dtype, _META, config.storage
+    block_bytes = Arena(groups, 1, *layout).nbytes
+    weights, states_per_token = weight_bytes(plan_of(model), kernels, config.dtype), 0
     if drafter is not None:
-        block_bytes += drafter.block
+        block_bytes += Arena([drafter.layers], 1, *layout).nbytes
+        weights += drafter.config.weight_bytes(kernels, config.dtype)
+        # Hidden states of layers, and what joins them.
+        states_per_token = 2 * len(drafter.config.aux_layers) * model.hidden_size
     if 0 < user.host_cache_bytes < block_bytes:
         raise ConfigError(
             f"host_cache_bytes={user.host_cache_bytes} has no room for a block, which takes"
@@ -114,8 +119,7 @@ def model_footprint(
     logits_per_lane = model.vocab_size * _logit_bytes(config) + _own_logits(plan, config)
     verified = config.most_lanes - user.max_num_seqs
     return ModelFootprint(
-        weight_bytes=weight_bytes(plan, kernels, config.dtype)
-        + (0 if drafter is None else drafter.weights),
+        weight_bytes=weights,
         groups=groups,
         block_size=user.block_size,
         block_bytes=block_bytes,
@@ -127,7 +131,7 @@ def model_footprint(
         # A verify step gathers the blocks of its rows, unless attention is bounded by length.
         + (0 if kernels.bounded_by_length else verified * activations),
         activation_bytes_per_token=activations
-        + (0 if drafter is None else math.ceil(heap * drafter.per_token)),
+        + math.ceil(heap * states_per_token * config.dtype.itemsize),
         read_bytes_per_position=0
         if kernels.bounded_by_length
         else math.ceil(heap * max(_gathered_bytes(op, config) for op in attends)),
@@ -143,6 +147,7 @@ def model_footprint(
         graph_bytes=sum(1 + key.drafts for key in steps) * GRAPH_BYTES_PER_STEP
         if config.mode == "graph"
         else 0,
+        reserve_bytes=RESERVE_BYTES[config.device.type],
         host_blocks=user.host_cache_bytes // block_bytes,
         host_shared=host_shared,
     )

@@ -184,18 +184,14 @@ def share_of_memory(memory: DeviceMemory, ranks: int) -> DeviceMemory:
 
 
 def agree_on_plan(
-    group: RankGroup, plan: MemoryPlan, replan: Callable[[int, int], MemoryPlan]
+    group: RankGroup, memory: DeviceMemory, plan: Callable[[DeviceMemory], MemoryPlan]
 ) -> MemoryPlan:
-    """Return the plan with the fewest blocks and batch tokens of all ranks.
-
-    `replan` makes a plan of these numbers.
-    """
-    plans = group.exchange([plan.num_blocks, plan.max_batch_tokens, plan.host_blocks])
-    blocks, tokens, host_blocks = (min(column) for column in zip(*plans, strict=True))
-    if (blocks, tokens) != (plan.num_blocks, plan.max_batch_tokens):
-        agreed = replan(blocks, tokens)
-        plan = dataclasses.replace(agreed, budget_bytes=plan.budget_bytes, capped=plan.capped)
-    return dataclasses.replace(plan, host_blocks=host_blocks)
+    """Return the plan that rank 0 makes for the rank with the least memory. All ranks call it."""
+    sizes = group.exchange((memory.available, memory.host_available))
+    available, host_available = (min(column) for column in zip(*sizes, strict=True))
+    least = dataclasses.replace(memory, available=available, host_available=host_available)
+    agreed: MemoryPlan = group.exchange(None if group.rank else plan(least))[0]
+    return agreed
 
 
 def agree_on_weights(group: RankGroup, model: DecoderModel) -> None:

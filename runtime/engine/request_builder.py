@@ -16,6 +16,7 @@ import torch
 
 from ...cache.blocks import PrefixHashes
 from ..arguments import MAX_PRIORITY, check_integer
+from ..config import EngineConfig
 from ..detokenizer import IncrementalDetokenizer
 from ..errors import RequestError
 from ..loading.chat_template import ChatPrompt
@@ -50,25 +51,23 @@ class RequestBuilder:
         self,
         config: DecoderConfig,
         tokenizer: TextTokenizer | None,
+        engine: EngineConfig,
         *,
         longest_sequence: int,
-        seed: int,
-        prefix_block_size: int | None,
-        embeds_dtype: torch.dtype | None,
+        embeds_dtype: torch.dtype | None = None,
         structured_output: bool = False,
         defaults: SamplingDefaults = NEUTRAL,
     ) -> None:
         """Accept requests of at most `longest_sequence` tokens, prompt and output.
 
-        `prefix_block_size` is the block size of the prefix cache, None without one; `embeds_dtype`
-        the dtype of embeddings, None if steps cannot read any; `structured_output` whether steps
-        can apply token masks; `defaults` the values of parameters that are left out.
+        `embeds_dtype` is the dtype of embeddings, None if steps cannot read any;
+        `structured_output` whether steps can apply token masks; `defaults` the values of parameters
+        that are left out.
         """
         self._config = config
         self._tokenizer = tokenizer
+        self._engine = engine
         self._longest = longest_sequence
-        self._seed = seed
-        self._prefix_block_size = prefix_block_size
         self._embeds_dtype = embeds_dtype
         self._structured_output = structured_output
         self._defaults = defaults
@@ -124,14 +123,12 @@ class RequestBuilder:
         params = params.resolved(self._defaults)
         assert params.max_tokens is not None
         prompt_ids, embeds = self._prompt(prompt, params)
-        if params.stop and self._tokenizer is None:
-            raise RequestError(
-                "stop strings need a tokenizer, which this checkpoint lacks", field="stop"
-            )
+        if params.stop:
+            self._tokenizer_for("stop")
         params.check_vocabulary(self._config.vocab_size)
         arrival_ns = time.perf_counter_ns()
         arrival = next(self._arrivals)
-        base = params.seed if params.seed is not None else _derive(self._seed, arrival)
+        base = params.seed if params.seed is not None else _derive(self._engine.seed, arrival)
         stops = set(params.stop_token_ids)
         if not params.ignore_eos:
             stops.update(self._config.eos_token_ids)
@@ -144,9 +141,9 @@ class RequestBuilder:
         if cache_salt is not None:
             _check_salt(cache_salt)
         hashes, lengths = None, self._rope_lengths
-        if self._prefix_block_size is not None:
+        if self._engine.prefix_cache:
             variant = b"" if lengths is None else lengths.variant(len(prompt_ids))
-            hashes = PrefixHashes(self._prefix_block_size, cache_salt or "", variant)
+            hashes = PrefixHashes(self._engine.block_size, cache_salt or "", variant)
         matchers = self._matchers(params)
         requests = [
             Request(
@@ -199,23 +196,16 @@ class RequestBuilder:
         grammars: Sequence[OutputMatcher | None] = [None] * params.n
         if params.structured is not None:
             assert isinstance(params.structured, StructuredOutput)
+            self._tokenizer_for("structured")
             compiler = self.make_grammars()
-            if compiler is None:
-                raise RequestError(
-                    "structured output needs a tokenizer, which this checkpoint lacks: leave out"
-                    " structured",
-                    field="structured",
-                )
+            assert compiler is not None
             grammars = compiler.matchers(params.structured, params.n)
         if not params.restricts_tokens:
             return grammars
-        banned, tokenizer = set[tuple[int, ...]](), self._tokenizer
+        banned = set[tuple[int, ...]]()
         for word in params.bad_words:
-            if tokenizer is None:
-                raise RequestError(
-                    "bad_words needs a tokenizer, which this checkpoint lacks", field="bad_words"
-                )
-            banned |= word_tokens(word, partial(tokenizer.encode, special=False))
+            encode = partial(self._tokenizer_for("bad_words").encode, special=False)
+            banned |= word_tokens(word, encode)
         lists = TokenLists(self._config.vocab_size, params.allowed_token_ids, banned)
         return [ListMatcher(lists, grammar) for grammar in grammars]
 
@@ -259,7 +249,7 @@ class RequestBuilder:
                 spans = check_spans(prompt.spans, len(token_ids), size, dtype)
             elif isinstance(prompt, ChatPrompt):
                 field = "messages"
-                rendered = self._with_tokenizer(field).render(prompt)
+                rendered = self._tokenizer_for(field).render(prompt)
                 token_ids = self._encode(rendered, bool(special), most, field)
             elif isinstance(prompt, str):
                 token_ids = self._encode(str(prompt), special is not False, most, field)
@@ -277,11 +267,13 @@ class RequestBuilder:
             raise RequestError("the prompt is empty: it must have at least one token", field=field)
         return token_ids, spans
 
-    def _with_tokenizer(self, field: str) -> TextTokenizer:
+    def _tokenizer_for(self, field: str) -> TextTokenizer:
+        """Return the tokenizer, which a field of a request needs."""
         if self._tokenizer is None:
+            is_text = field in ("prompt", "messages")
+            remedy = "give a list of token ids" if is_text else f"leave out {field}"
             raise RequestError(
-                "the prompt is text, but the checkpoint has no tokenizer.json:"
-                " give a list of token ids",
+                f"{field} needs a tokenizer, and the checkpoint has no tokenizer.json: {remedy}",
                 field=field,
             )
         return self._tokenizer
@@ -303,7 +295,7 @@ class RequestBuilder:
         return token_ids[-kept:]
 
     def _encode(self, text: str, special: bool, most: int, field: str) -> list[int]:
-        tokenizer = self._with_tokenizer(field)
+        tokenizer = self._tokenizer_for(field)
         if not text:  # before the tokenizer adds a token of its own
             return []
         least = tokenizer.least_tokens(text)
@@ -327,12 +319,6 @@ class RequestBuilder:
     def check_token_ids(self, prompt: object) -> list[int]:
         """Return the tokens as plain integers, fewer than a sequence may have."""
         return plain_token_ids(prompt, self._config.vocab_size, self._longest)
-
-    @staticmethod
-    def _not_empty(token_ids: list[int], field: str) -> list[int]:
-        if not token_ids:
-            raise RequestError("the prompt is empty: it must have at least one token", field=field)
-        return token_ids
 
 
 def _check_salt(salt: object) -> None:

@@ -30,7 +30,6 @@ from ...cache.arena import Arena, HostArena
 from ...cache.kv_cache import KVCache
 from ...cache.memory.device_memory import DeviceMemory
 from ...cache.memory.handler import (
-    MemoryBudget,
     MemoryBudgetError,
     MemoryPlan,
     format_bytes,
@@ -61,7 +60,6 @@ from ..loading.loader import OpenedSource, Source, open_source, resolve_source
 from ..loading.tokenizer import TextTokenizer
 from ..models.config import DecoderConfig, ModelConfig, config_json_name
 from ..models.decoder import Decoder, rope_lengths
-from ..models.drafters.drafter import Drafter, DrafterConfig
 from ..models.plan import plan_of
 from ..models.resolved_config import ResolvedConfig
 from ..models.transformers.config import TransformersConfig
@@ -82,7 +80,7 @@ from ..structured.compiler import check_installed
 from .loop import StepLoop
 from .memory import (
     CapturePeaks,
-    DrafterBytes,
+    FoundDrafter,
     Phase,
     StepMemory,
     logged_phase,
@@ -227,35 +225,6 @@ def _seconds(work: Callable[[], object], device: torch.device) -> float:
     return float(begin.elapsed_time(end)) / 1e3
 
 
-@dataclass(frozen=True)
-class FoundDrafter:
-    """A drafter that fits the model of an engine, before its weights are read."""
-
-    config: DrafterConfig
-    layers: LayerGroup
-    """Its layers; the index names the model's layer group whose block tables it uses."""
-
-    def memory(self, kernels: Kernels, engine: ResolvedConfig, hidden_size: int) -> DrafterBytes:
-        """Return the memory that it adds to a model of this hidden size."""
-        block = self._arena(engine, 1, torch.device("meta")).nbytes
-        # Hidden states of layers, and what joins them.
-        per_token = 2 * len(self.config.aux_layers) * hidden_size * engine.dtype.itemsize
-        return DrafterBytes(self.config.weight_bytes(kernels, engine.dtype), block, per_token)
-
-    def allocate(
-        self, drafter: Drafter, engine: ResolvedConfig, num_blocks: int, host_blocks: int
-    ) -> DrafterCache:
-        """Allocate arenas for as many blocks as the model's arenas have."""
-        arena = self._arena(engine, num_blocks, engine.device)
-        arena.tensor.zero_()  # what the drafter has not computed reads as zeros
-        host = HostArena(arena, host_blocks) if host_blocks else None
-        return DrafterCache(drafter, arena, host, self.layers.index)
-
-    def _arena(self, engine: ResolvedConfig, num_blocks: int, device: torch.device) -> Arena:
-        sizes = (num_blocks, engine.user.block_size)
-        return Arena([self.layers], *sizes, engine.dtype, device, engine.storage)
-
-
 def find_engine_drafter(
     found: Source, engine: ResolvedConfig, groups: Sequence[LayerGroup]
 ) -> FoundDrafter | None:
@@ -315,7 +284,6 @@ class EngineParts:
     """Of the model, for the fields that requests leave out."""
     groups: tuple[LayerGroup, ...]
     plan: MemoryPlan
-    arena: Arena
     runner: Runner
     step_memory: StepMemory
     """Memory of running steps."""
@@ -328,8 +296,6 @@ class EngineParts:
     """Hits and misses of the code cache of `torch.compile` during the start."""
     compiled_kernels: CompiledKernels | None = None
     """Triton kernels that were compiled ahead of the steps; None where there are none."""
-    group: RankGroup | None = None
-    """The processes of a tensor-parallel engine, of which this is one."""
 
     def describe(self) -> str:
         """Return the model, the choices of the configuration and the times, on one line."""
@@ -366,7 +332,7 @@ class EngineParts:
         else:
             held = {
                 "weights": self.model.weight_bytes,
-                "cache": self.arena.nbytes,
+                "cache": runner.arena.nbytes,
                 "static_buffers": runner.nbytes,
             }
             if drafter is not None:
@@ -381,7 +347,7 @@ class EngineParts:
         notes = {"reserve": "left free for workspaces and fragmentation", **self.step_memory.notes}
         return {
             name: {"planned": planned, "measured": held.get(name), "note": notes.get(name)}
-            for name, planned in self.plan.terms().items()
+            for name, planned in self.plan.terms.items()
         }
 
 
@@ -437,23 +403,17 @@ def checked_kernels(
     return dataclasses.replace(kernels, fallbacks=(*kernels.fallbacks, *fallbacks))
 
 
-RESERVE_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
-"""Bytes to leave free, for workspaces of libraries and fragmentation."""
-
-
 def plan_engine(
     model: DecoderConfig,
     config: ResolvedConfig,
     kernels: Kernels,
     groups: tuple[LayerGroup, ...],
     memory: DeviceMemory,
-    agreed: tuple[int, int] | None = None,
-    drafter: DrafterBytes | None = None,
+    drafter: FoundDrafter | None = None,
 ) -> MemoryPlan:
     """Return the memory plan, which needs no weights and no device but `memory`.
 
-    `agreed` fixes blocks and batch tokens, as the rank with the least memory has them. A cache
-    sized by a share of the free memory has no more blocks than `max_num_seqs` requests of
+    A cache sized by a share of the free memory has no more blocks than `max_num_seqs` requests of
     `max_model_len` tokens use. `num_blocks` and `memory_tokens` may exceed that, and `memory_bytes`
     on a device with memory of its own.
 
@@ -468,16 +428,12 @@ def plan_engine(
     footprint = model_footprint(
         model, config, kernels, groups, host_shared=memory.shared_with_os, drafter=drafter
     )
-    budget = user.memory_budget(config.device)
-    if agreed is not None:
-        budget = MemoryBudget(num_blocks=agreed[0], max_batch_tokens=agreed[1])
     try:
         plan = plan_memory(
             footprint,
-            budget,
+            user.memory_budget(config.device),
             available_bytes=memory.available,
             capped=capped,
-            reserve_bytes=RESERVE_BYTES[config.device.type],
         )
     except MemoryBudgetError as error:
         if error.term == "weights":
@@ -499,15 +455,17 @@ def plan_engine(
             advice = "; ".join([*remedies.values(), "use a smaller model or a larger device"])
             error.args = (f"{error}, in {dtype}: {advice}",)
         raise
+    host_cache = plan.terms["host_cache"]
     if not plan.host_shared and plan.host_total > memory.host_available:
         raise MemoryBudgetError(
-            f"the host cache of {format_bytes(plan.host_cache)} and the mirrors of static buffers "
-            f"({format_bytes(plan.host_buffers)}) exceed the {memory.host_available} free bytes "
-            f"({format_bytes(memory.host_available)}) of the host: lower host_cache_bytes",
+            f"the host cache of {format_bytes(host_cache)} and the mirrors of static buffers "
+            f"({format_bytes(plan.host_total - host_cache)}) exceed the {memory.host_available} "
+            f"free bytes ({format_bytes(memory.host_available)}) of the host: lower "
+            "host_cache_bytes",
             term="host_cache",
             field="host_cache_bytes",
             needed_bytes=plan.host_total,
-            term_bytes=plan.host_cache,
+            term_bytes=host_cache,
             limit_bytes=memory.host_available,
         )
     if user.max_model_len is not None and plan.longest_request < user.max_model_len:
@@ -705,13 +663,8 @@ def start_parts(
     ranks = 1 if group is None else group.ranks
     found_drafter: FoundDrafter | None = None
 
-    def planned(
-        kernels: Kernels, memory: DeviceMemory, agreed: tuple[int, int] | None = None
-    ) -> MemoryPlan:
-        added = None
-        if found_drafter is not None:
-            added = found_drafter.memory(kernels, resolved, found.config.hidden_size)
-        return plan_engine(found.config, resolved, kernels, groups, memory, agreed, added)
+    def planned(kernels: Kernels, memory: DeviceMemory) -> MemoryPlan:
+        return plan_engine(found.config, resolved, kernels, groups, memory, found_drafter)
 
     with ExitStack() as open_files:
         opened = open_source(found, open_files)
@@ -732,18 +685,15 @@ def start_parts(
         kernels = opened.kept_codes(kernels, resolved.dtype)
         # Kernels hold some of it.
         memory = share_of_memory(DeviceMemory.of(resolved.device), ranks)
-        plan = planned(kernels, memory)
-        if group is not None:
-            plan = agree_on_plan(
-                group, plan, lambda blocks, tokens: planned(kernels, memory, (blocks, tokens))
-            )
+        plan_with = partial(planned, kernels)
+        plan = plan_with(memory) if group is None else agree_on_plan(group, memory, plan_with)
         logger.info("memory plan: %s", plan.summary())
         logger.debug("memory plan\n%s", plan.format())
         # No sequence outgrows the cache: block tables and reads need not be wider.
         resolved = resolved.fit_to_cache(
             max_model_len=plan.longest_request, max_batch_tokens=plan.max_batch_tokens
         )
-        with log("load"), ranges.span(ranges.LOAD, plan.weights):
+        with log("load"), ranges.span(ranges.LOAD, plan.terms["weights"]):
             model = _load(opened, resolved, kernels, groups, progress=progress)
             drafter = None
             if found_drafter is not None:
@@ -760,7 +710,10 @@ def start_parts(
         arena = Arena(groups, plan.num_blocks, *layout)
         drafting = None
         if found_drafter is not None and drafter is not None:
-            drafting = found_drafter.allocate(drafter, resolved, plan.num_blocks, plan.host_blocks)
+            own = Arena([found_drafter.layers], plan.num_blocks, *layout)
+            own.tensor.zero_()  # what the drafter has not computed reads as zeros
+            own_host = HostArena(own, plan.host_blocks) if plan.host_blocks else None
+            drafting = DrafterCache(drafter, own, own_host, found_drafter.layers.index)
     host = None
     if plan.host_blocks:
         with log("host_cache"):
@@ -800,14 +753,12 @@ def start_parts(
         opened.defaults_for(config.generation_config),
         groups,
         plan,
-        arena,
         runner,
         step_memory,
         tuple(phases),
         time.perf_counter() - began,
         {"hits": all_hits - hits, "misses": all_misses - misses},
         compiled_kernels,
-        group,
     )
     if group is None or group.rank == 0:
         logger.info("started %s", parts.describe())
@@ -837,7 +788,7 @@ def make_loop(
         step_budget=step_budget,
         rope_lengths=rope_lengths(parts.model.config),
     )
-    if parts.group is not None:
+    if parts.runner.group is not None:
         parts.runner.limit_waits(config.user.rank_timeout)
     return StepLoop(
         scheduler,
@@ -845,7 +796,6 @@ def make_loop(
         in_flight=int(config.is_async_device),
         step_budget=step_budget,
         speculator=speculator,
-        group=parts.group,
     )
 
 

@@ -122,9 +122,9 @@ class BlockCopies:
         send: Callable[..., None],
     ) -> None:
         """Copy blocks of these arenas; see `Runner`. `send`: to the other ranks, on rank 0."""
-        self._arenas = [(arena, host)]
+        self.arenas = [(arena, host)]
         if drafter is not None:
-            self._arenas.append((drafter.arena, drafter.host))
+            self.arenas.append((drafter.arena, drafter.host))
         self._drafter, self._send = drafter, send
         self._new: dict[int, None] = {}
         """Blocks to be zeroed in the cache of the drafter."""
@@ -166,7 +166,7 @@ class BlockCopies:
 
     def copy(self, kind: BlockCopy, pairs: Sequence[tuple[int, int]]) -> None:
         """Issue the copies of (source, destination) blocks on this rank."""
-        for arena, host in self._arenas:
+        for arena, host in self.arenas:
             if kind == "within":
                 arena.copy_blocks(pairs)
                 continue
@@ -362,7 +362,7 @@ class Runner:
         if config.is_async_device:
             sizes = HostOutputs.sizes(config, model.config.vocab_size)
             self.outputs = HostOutputs(sizes, device)
-        self._arena = arena
+        self.arena = arena
         self.host_arena = host
         self.drafter = drafter
         # Not a method of the runner, which would be in a cycle and outlive its engine.
@@ -439,7 +439,7 @@ class Runner:
     def addresses(self) -> dict[str, int]:
         """Return the device address of everything that captured steps read or write."""
         return {
-            "arena": self._arena.address,
+            "arena": self.arena.address,
             **({} if self.host_arena is None else {"host arena": self.host_arena.address}),
             **self._writer.addresses(),
             **{f"state.{k}": v for k, v in self.state.addresses().items()},

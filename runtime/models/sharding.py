@@ -18,7 +18,7 @@ from torch import Tensor
 from ..errors import ConfigError
 from ..kernels.ops.attention import Attend
 from ..kernels.ops.batch import NON_FINITE
-from ..kernels.ops.collectives import Collectives
+from ..kernels.ops.collectives import Collectives, largest_of_ranks
 from ..kernels.ops.layer_plan import LayerPlan, ModelPlan, Shard
 from ..kernels.ops.operation import Operation, Rank, ShardedLayer
 from ..kernels.ops.parameter import cut
@@ -122,7 +122,7 @@ class ShardedVocabulary:
         # Of a rank without a finite largest logit only the value counts.
         own_B = sample(logits_BW).clamp(min=0) + self.shard.vocab.start
         values_B = logits_BW.amax(-1).float()  # NaN if one of them is
-        values_B, ids_B = self.collectives.largest(values_B, own_B)
+        values_B, ids_B = largest_of_ranks(self.collectives, values_B, own_B)
         return torch.where(values_B.isfinite(), ids_B, NON_FINITE)
 
     def most_likely(
@@ -134,7 +134,8 @@ class ShardedVocabulary:
         """
         ids_B, probability_B = own(logits_BW)
         top_B = logits_BW.gather(1, ids_B[:, None])[:, 0].float()
-        best_B, best_ids_B = self.collectives.largest(top_B, ids_B + self.shard.vocab.start)
+        ids_B = ids_B + self.shard.vocab.start
+        best_B, best_ids_B = largest_of_ranks(self.collectives, top_B, ids_B)
         # The sum of exp(logit - best) over the tokens of the rank.
         sums_B1 = ((top_B - best_B).exp() / probability_B)[:, None]
         return best_ids_B, self.collectives.all_reduce(sums_B1)[:, 0].reciprocal()

@@ -224,7 +224,7 @@ class CallbackThread:
         try:
             with self._lock:
                 self.start().call_soon_threadsafe(_call_listeners, *arguments)
-        except (EngineClosedError, RuntimeError):  # the thread has ended, or cannot be started now
+        except RuntimeError:  # the thread has ended, or cannot be started now
             _call_listeners(*arguments)
 
     def end(self) -> None:

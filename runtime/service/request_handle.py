@@ -22,7 +22,6 @@ from ..arguments import MAX_PRIORITY, check_integer, check_number, check_type
 from ..bounded_repr import bounded_repr
 from ..errors import (
     DeadlineUnreachableError,
-    EngineClosedError,
     EngineUnavailableError,
     OverloadedError,
     RequestError,
@@ -259,7 +258,6 @@ _OUTCOMES: tuple[tuple[type[BaseException], Outcome], ...] = (
     (DeadlineUnreachableError, "deadline_unreachable"),
     (OverloadedError, "overloaded"),
     (EngineUnavailableError, "unavailable"),
-    (EngineClosedError, "unavailable"),
     (RequestError, "invalid"),
     (SendTimeoutError, "send_timeout"),
 )

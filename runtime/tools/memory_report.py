@@ -17,7 +17,7 @@ from ...cache.memory.handler import MemoryBudget, MemoryBudgetError, format_byte
 from ...cache.spec import group_layers
 from ..config import MAX_ROWS, EngineConfig
 from ..engine.memory import model_footprint
-from ..engine.startup import RESERVE_BYTES, plan_engine, planned_kernels
+from ..engine.startup import plan_engine, planned_kernels
 from ..kernels import Kernels, Mode, native_obstacle
 from ..kernels.ops.experts import Experts
 from ..kernels.ops.layer_plan import ModelPlan
@@ -193,12 +193,7 @@ def _answers(
             max_batch_tokens=footprint.most_batch_tokens,
         )
         try:
-            plan_memory(
-                footprint,
-                budget,
-                available_bytes=memory.available,
-                reserve_bytes=RESERVE_BYTES[config.device.type],
-            )
+            plan_memory(footprint, budget, available_bytes=memory.available)
         except MemoryBudgetError:
             return False
         return True

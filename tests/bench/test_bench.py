@@ -186,7 +186,7 @@ def test_bytes_are_those_that_are_stored(
     """Scales of cache and weights included; `odd` has an embedding that is only gathered from."""
     engine = open_engine(variant, kv_dtype=kv_dtype, weight_dtype=weight_dtype)
     parts = parts_of(engine)
-    arena = parts.arena.tensor
+    arena = parts.runner.arena.tensor
     of_slot = arena.nbytes / (arena.shape[2] * engine.config.user.block_size)  # in one group
     assert engine.kv_bytes_read(1) == of_slot * len(parts.groups)
     weights = {p.data_ptr(): p.untyped_storage().nbytes() for p in parts.model.parameters()}

@@ -49,12 +49,13 @@ def footprints(draw: st.DrawFn) -> ModelFootprint:
         logits_bytes_per_row=draw(sizes(1 << 20)),
         buffer_bytes=buffers,
         graph_bytes=draw(sizes(1 << 32)),
+        reserve_bytes=draw(sizes(1 << 30)),
         host_blocks=draw(st.just(0) | sizes(1 << 10)),
         host_shared=draw(st.booleans()),
     )
 
 
-def written_out(f: ModelFootprint, blocks: int, tokens: int, reserve: int) -> int:
+def written_out(f: ModelFootprint, blocks: int, tokens: int) -> int:
     """The bytes of a plan, independently of how the handler writes them."""
     held = [g.most_blocks for g in f.groups]
     longest = bisect_left(  # the longest request that fits alone
@@ -80,7 +81,7 @@ def written_out(f: ModelFootprint, blocks: int, tokens: int, reserve: int) -> in
         + f.logits_bytes_per_row * f.max_num_seqs
         + f.mask_bytes_per_token_position * max(chunk, f.max_num_seqs) * positions
         + f.graph_bytes
-        + reserve
+        + f.reserve_bytes
         + (on_host if f.host_shared else 0)
     )
 
@@ -92,7 +93,6 @@ class Case:
     footprint: ModelFootprint
     budget: MemoryBudget
     available: int
-    reserve: int
 
     @property
     def ceiling(self) -> int:
@@ -102,7 +102,7 @@ class Case:
         return math.floor(Fraction(self.budget.fraction) * self.available)
 
     def total(self, blocks: int, tokens: int) -> int:
-        return written_out(self.footprint, blocks, tokens, self.reserve)
+        return written_out(self.footprint, blocks, tokens)
 
     def tokens_of(self, blocks: int) -> int:
         f = self.footprint
@@ -114,7 +114,6 @@ class Case:
             self.footprint,
             dataclasses.replace(self.budget, **fixed),
             available_bytes=self.available,
-            reserve_bytes=self.reserve,
             capped=capped,
         )
         assert plan.budget_bytes == self.ceiling
@@ -125,15 +124,14 @@ class Case:
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     footprint = draw(footprints())
-    reserve = draw(sizes(1 << 30))
-    least = written_out(footprint, footprint.least_blocks, footprint.max_num_seqs + 1, reserve)
+    least = written_out(footprint, footprint.least_blocks, footprint.max_num_seqs + 1)
     room = max(1, least + draw(st.integers(-(1 << 20), 1 << 24) | sizes(1 << 42)))
     budget = draw(
         st.sampled_from([MemoryBudget(fraction=f) for f in (0.1, 0.5, 0.9, 1.0)] + [None])
     )
     if budget is None:
         budget = MemoryBudget(bytes=room)
-    return Case(footprint, budget, room, reserve)
+    return Case(footprint, budget, room)
 
 
 @settings(max_examples=150)
@@ -255,5 +253,5 @@ def test_host_terms_count_where_the_memory_is_one(shared: bool) -> None:
     budget = MemoryBudget(bytes=1 << 30, max_batch_tokens=64)
     plan = plan_memory(footprint, budget, available_bytes=1 << 31)
     assert plan.host_total == 1000 * footprint.block_bytes + 5000
-    assert plan.total == sum(plan.terms().values()) - (0 if shared else plan.host_total)
+    assert plan.total == sum(plan.terms.values()) - (0 if shared else plan.host_total)
     assert 0 <= (1 << 30) - plan.total < footprint.block_bytes

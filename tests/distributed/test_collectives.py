@@ -13,6 +13,7 @@ import pytest
 import torch
 from stepgraph.runtime.distributed.shared_memory_collectives import SharedMemoryCollectives
 from stepgraph.runtime.errors import RankError
+from stepgraph.runtime.kernels.ops.collectives import largest_of_ranks
 from torch import Tensor
 
 from ..rigs.forked_ranks import RankGroup, run_ranks
@@ -64,7 +65,7 @@ def random_operation(
     values[torch.rand(shape, generator=generator) < 0.1] = torch.nan
     ids = torch.randint(0, 1 << 40, shape, generator=generator)
     expected = reference_largest(list(values), list(ids))
-    return lambda: group.largest(values[group.rank], ids[group.rank]), expected
+    return lambda: largest_of_ranks(group, values[group.rank], ids[group.rank]), expected
 
 
 def run_random_operations(seed: int, count: int, group: SharedMemoryCollectives) -> list[int]:

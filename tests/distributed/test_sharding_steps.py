@@ -192,7 +192,7 @@ def test_greedy_steps_do_not_gather_logits(base: ModelConfig, tmp_path: Path) ->
 
     rows, hidden = len(PROMPTS), base.hidden_size
     expected = [("all_reduce", (rows, hidden))] * (1 + 2 * base.num_layers)
-    assert on_ranks(2, calls) == [[*expected, ("largest", (rows,))]] * 2
+    assert on_ranks(2, calls) == [[*expected, ("gather", (rows, 4))]] * 2
 
 
 @pytest.mark.parametrize("variant", ["base", "olmo2", "deepseek_v3_moe"])

@@ -57,10 +57,10 @@ def proposals(engine: Engine) -> list[Proposed]:
 def check_memory(engine: Engine) -> None:
     """A rank plans for the whole drafter, besides its part of the model."""
     parts = parts_of(engine)
-    drafter, terms = parts.runner.drafter, parts.plan.terms()
+    drafter, terms = parts.runner.drafter, parts.plan.terms
     assert drafter is not None
     assert terms["weights"] == parts.model.weight_bytes + drafter.drafter.weight_bytes
-    assert terms["cache"] == parts.arena.nbytes + drafter.arena.nbytes
+    assert terms["cache"] == parts.runner.arena.nbytes + drafter.arena.nbytes
 
 
 def check_equal(

@@ -40,7 +40,7 @@ USES_OF_OPEN: list[Callable[[Engine], object]] = [
 def tensors_of(engine: Engine) -> dict[str, weakref.ref[Any]]:
     parts = parts_of(engine)
     named = {
-        "arena": parts.arena.tensor,
+        "arena": parts.runner.arena.tensor,
         "token_ids": parts.runner.state.token_ids,
         "decode_rows": parts.runner.inputs.device.decode_rows,
         **dict(parts.model.named_parameters()),

@@ -61,7 +61,7 @@ def alone(model: TinyModel, prompts: list[list[int]]) -> Tokens:
 
 
 def arena(engine: Engine) -> torch.Tensor:
-    return parts_of(engine).arena.tensor
+    return parts_of(engine).runner.arena.tensor
 
 
 def poison(engine: Engine) -> None:

@@ -167,7 +167,7 @@ def test_the_cache_recovers_from_blocks_that_went_bad(tiny: Tiny) -> None:
         engine.step(), engine.step()
         engine.abort(request_id)
         engine.step()
-        parts_of(engine).arena.tensor[:, :, 1:] = torch.nan
+        parts_of(engine).runner.arena.tensor[:, :, 1:] = torch.nan
         outputs = [engine.generate([prompt], greedy)[0] for _ in range(2)]
         assert outputs[0].finish_reason == "error"
         assert outputs[0].cached_tokens > 0

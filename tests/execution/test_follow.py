@@ -27,6 +27,7 @@ class FakeGroup:
 
     timeout = 5.0
     checksum = 0
+    failed = False
 
     def __init__(self, rank: int, messages: deque[bytes]) -> None:
         self.rank, self.messages = rank, messages
@@ -50,6 +51,9 @@ class FakeGroup:
 
     def check_in(self, tokens: bytes) -> None:
         self.tokens.append(tokens)
+
+    def close(self) -> None:
+        """There is no process."""
 
 
 @pytest.fixture(params=["eager", "graph"])

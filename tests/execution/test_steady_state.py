@@ -90,12 +90,7 @@ class HostRig:
         )
         self.loop = StepLoop(scheduler, self.runner, in_flight=in_flight)
         self._builder = RequestBuilder(
-            MODEL,
-            None,
-            longest_sequence=MODEL.max_position_embeddings,
-            seed=0,
-            prefix_block_size=block_size,
-            embeds_dtype=None,
+            MODEL, None, user, longest_sequence=MODEL.max_position_embeddings
         )
         max_tokens = num_steps + rows + 2  # prompts are prefilled while the first ones decode
         for number in range(rows):

@@ -206,6 +206,7 @@ class FakeRunner:
 
     masks = None
     drafter = SimpleNamespace(group=0)
+    group = None
 
     def __init__(
         self,

@@ -107,7 +107,6 @@ def fake_engine(
         start_seconds=0.0,
         code_cache={"hits": 0, "misses": 0},
         compiled_kernels=None,
-        group=None,
     )
     engine = Engine(parts)  # type: ignore[arg-type]
     FakeRunner.__init__(runner, loop_of(engine).scheduler, 0, (None,))

@@ -70,18 +70,6 @@ class ThreadCollectives:
         rows = (x_BF.shape[0], sum(sizes))
         return torch.cat(self._exchange("gather", x_BF, rows, x_BF.clone()), dim=1)
 
-    def largest(
-        self, values_B: torch.Tensor, ids_B: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        assert (values_B.dtype, ids_B.dtype) == (torch.float32, torch.int64)
-        own = values_B.clone(), ids_B.clone()
-        all_values, all_ids = zip(
-            *self._exchange("largest", values_B, values_B.shape, own), strict=True
-        )
-        values_RB = torch.stack(all_values)
-        best_B = values_RB.argmax(0)[None]  # of equal ones the first, NaN as the largest
-        return values_RB.gather(0, best_B)[0], torch.stack(all_ids).gather(0, best_B)[0]
-
     def close(self) -> None:
         pass
 

@@ -22,7 +22,6 @@ from starlette.types import Receive, Scope, Send
 
 from ...bounded_repr import bounded_text
 from ...errors import (
-    EngineClosedError,
     EngineNotStartedError,
     EngineUnavailableError,
     OverloadedError,
@@ -97,7 +96,7 @@ def _http_error(error: Exception, param_of: Callable[[RequestError], str | None]
             return _unavailable(error, "overloaded", headers)
         case EngineNotStartedError():
             return _unavailable(error, "not_started")
-        case EngineUnavailableError() | EngineClosedError():
+        case EngineUnavailableError():
             return _unavailable(error, "unavailable")
         case SendTimeoutError():
             return HttpError(408, str(error), kind="timeout_error", code=error.field)

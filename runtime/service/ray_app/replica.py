@@ -210,10 +210,8 @@ class PromptBlocks:
         self._builder = RequestBuilder(
             found.config,
             tokenizer,
+            engine,
             longest_sequence=engine.max_model_len or found.config.longest_context,
-            seed=engine.seed,
-            prefix_block_size=engine.block_size if engine.prefix_cache else None,
-            embeds_dtype=None,
         )
         self._most_bytes = options.routing.max_prompt_bytes
 
