@@ -105,11 +105,6 @@ class Arena:
         """Bytes of the allocation."""
         return self.tensor.nbytes
 
-    @property
-    def address(self) -> int:
-        """Device address of the first element, which never changes."""
-        return self.tensor.data_ptr()
-
     def bytes_read(self, groups: Sequence[LayerGroup], context: int) -> int:
         """Bytes that the newest of `context` tokens reads in all layers of these groups."""
         elements = sum(

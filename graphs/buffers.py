@@ -71,7 +71,7 @@ def allocated_bytes(specs: Mapping[str, TensorSpec], device: torch.device) -> in
 class StaticBuffers(Generic[T]):
     """Device tensors of fixed address, and the host mirror that is copied to them.
 
-    Created by `allocate`. For each step::
+    For each step::
 
         buffers.begin_write()           # the mirror may be overwritten now
         arrays.token_ids[:n] = ...      # write `arrays(...)` or `host`
@@ -87,43 +87,31 @@ class StaticBuffers(Generic[T]):
         self,
         layout: type[T],
         specs: Mapping[str, TensorSpec],
-        device_bytes: torch.Tensor,
-        host_bytes: torch.Tensor,
-        offsets: Mapping[str, int],
+        device: torch.device | str,
+        *,
+        mirrored: bool | None = None,
     ) -> None:
-        """Divide the two allocations (`uint8 [nbytes]`) into fields; callers use `allocate`."""
-        self._specs = dict(specs)
-        self._offsets = dict(offsets)
-        self._device_bytes = device_bytes
-        self._host_bytes = host_bytes
-        self._copied: torch.cuda.Event | None = None
-        if device_bytes.is_cuda:
-            self._copied = torch.cuda.Event()
-        self.device: T = layout(**self._views(device_bytes))
-        self.host: T = layout(**self._views(host_bytes))
-
-    @classmethod
-    def allocate(
-        cls, layout: type[T], specs: Mapping[str, TensorSpec], device: torch.device | str
-    ) -> StaticBuffers[T]:
         """Allocate buffers for `layout`, a dataclass with one tensor field for each spec.
 
         `layout` may be a parametrised generic dataclass (`StepInputs[Tensor]`). Its constructor
         gets one keyword argument per field. Every field is initialised to its `fill`, on the device
-        too, so that steps can be warmed up before the first write.
+        too, so that steps can be warmed up before the first write. `mirrored`: whether the mirror
+        has memory of its own; None: unless the device is the CPU.
         """
         device = torch.device(device)
-        offsets, size, alignment = _offsets(specs, device)
-        device_bytes = torch.empty(size, dtype=torch.uint8, device=device)
-        assert device_bytes.data_ptr() % alignment == 0, "the allocator aligns less than assumed"
-        host_bytes = device_bytes
-        if device.type != "cpu":
-            host_bytes = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
-        buffers = cls(layout, specs, device_bytes, host_bytes, offsets)
+        self._specs = dict(specs)
+        self._offsets, size, alignment = _offsets(specs, device)
+        self._device_bytes = torch.empty(size, dtype=torch.uint8, device=device)
+        assert self._device_bytes.data_ptr() % alignment == 0, "the allocator aligns too little"
+        self._host_bytes, on_cuda = self._device_bytes, device.type == "cuda"
+        if device.type != "cpu" if mirrored is None else mirrored:
+            self._host_bytes = torch.empty(size, dtype=torch.uint8, pin_memory=on_cuda)
+        self._copied = torch.cuda.Event() if on_cuda else None
+        self.device: T = layout(**self._views(self._device_bytes))
+        self.host: T = layout(**self._views(self._host_bytes))
         for name, spec in specs.items():
-            getattr(buffers.host, name).fill_(spec.fill)
-        buffers.copy_to_device()
-        return buffers
+            getattr(self.host, name).fill_(spec.fill)
+        self.copy_to_device()
 
     @property
     def nbytes(self) -> int:

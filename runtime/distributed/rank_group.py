@@ -256,8 +256,8 @@ class RankGroup:
     def serve(self, timeout: float) -> None:
         """Let no rank wait for another one longer than `timeout` seconds from now on."""
         self.timeout, self._serves = timeout, True
-        if hasattr(self.collectives, "timeout_seconds"):
-            self.collectives.timeout_seconds = timeout
+        if hasattr(self.collectives, "set_timeout"):
+            self.collectives.set_timeout(timeout)
 
     def send(self, *message: object) -> None:
         """Rank 0: send a message to all other ranks, in order."""

@@ -52,7 +52,6 @@ class SharedMemoryCollectives:
         """
         load_cpu_ops()
         self.rank, self.ranks = rank, ranks
-        self._timeout_seconds = timeout_seconds
         memory = torch.frombuffer(memoryview(buffer), dtype=torch.uint8)  # exported as it lives
         abort = memory[:4].view(torch.int32)
         self.communicator: int = torch.ops.stepgraph.communicator_create.default(
@@ -83,15 +82,9 @@ class SharedMemoryCollectives:
         most = min(max(max_tokens * row, logits, _SMALLEST_PART), _LARGEST_PART)
         return LINE_BYTES + region_bytes(ranks, max(row, most))
 
-    @property
-    def timeout_seconds(self) -> float:
-        """How long an operation waits for another rank. Can be set at any time."""
-        return self._timeout_seconds
-
-    @timeout_seconds.setter
-    def timeout_seconds(self, seconds: float) -> None:
+    def set_timeout(self, seconds: float) -> None:
+        """Let operations wait for another rank as long from now on."""
         torch.ops.stepgraph.communicator_set_timeout.default(self.communicator, seconds)
-        self._timeout_seconds = seconds
 
     @property
     def failure(self) -> CollectiveFailure | None:

@@ -69,8 +69,6 @@ from .request_builder import Prompt, RequestBuilder
 from .request_output import RequestOutput
 from .startup import (
     EngineParts,
-    calibrated_speculator,
-    calibrated_step_budget,
     make_loop,
     open_replacement,
     overwriting,
@@ -111,9 +109,7 @@ class Engine:
         """Maximum tokens of one sequence, prompt and output."""
         self._parts: EngineParts | None = parts
         with ended_by_failures(parts.runner.group):
-            budget = calibrated_step_budget(parts.runner, parts.groups, config)
-            speculator = calibrated_speculator(parts.runner, config)
-            self._open_loop: StepLoop | None = make_loop(parts, budget, speculator)
+            self._open_loop: StepLoop | None = make_loop(parts)
         self._lock = threading.Lock()  # held by the call that runs the loop
         self._owner: int | None = None
         """The thread that holds the lock."""

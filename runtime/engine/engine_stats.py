@@ -67,7 +67,7 @@ class EngineCounters(NamedTuple):
         return cls(
             steps=loop.num_steps,
             fallbacks=loop.runner.library.misses,
-            output_tokens=loop.requests.counts["output_tokens"],
+            output_tokens=loop.counts["output_tokens"],
             prompt_tokens=cache.counts["queried_tokens"],
             cached_tokens=cache.counts["hit_tokens"],
             preemptions=loop.counts["preemptions"],

@@ -51,9 +51,9 @@ class RequestTracker:
     def __init__(self, scheduler: Scheduler) -> None:
         self.groups: dict[str, RequestGroup] = {}
         """The requests of each prompt by id, until their last output has been returned."""
-        self.counts = dict.fromkeys(
-            ("requests", "finished", "output_tokens", "scored_prompt_tokens", "non_finite"), 0
-        )
+        names = ("requests", "finished", "output_tokens", "scored_prompt_tokens", "non_finite")
+        self.counts = dict.fromkeys((*names, "preemptions", "failed_copies"), 0)
+        """What happened so far; see `Engine.stats`. The loop counts preemptions and copies."""
         self.ready: list[RequestOutput] = []
         """Outputs that have not been returned yet, in order."""
         self._scheduler = scheduler
@@ -251,7 +251,7 @@ class StepLoop:
         self.collector = CollectorWatch()
         self.requests = RequestTracker(scheduler)
         self.num_steps = 0
-        self._counts = {"preemptions": 0, "failed_copies": 0}
+        self.counts = self.requests.counts
         self.intact = True
         """False while an operation changes the state, and for good if an exception interrupts it:
         requests and blocks are then inconsistent."""
@@ -261,11 +261,6 @@ class StepLoop:
         self.step_budget = step_budget
         self.speculator = speculator
         self._launched: deque[LaunchedStep] = deque()
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """What happened so far: requests, tokens, preemptions and failures; see `Engine.stats`."""
-        return {**self.requests.counts, **self._counts}
 
     @property
     def has_unfinished(self) -> bool:
@@ -435,7 +430,7 @@ class StepLoop:
             request.num_computed = request.num_unsure = request.num_drafts = 0
             request.decoding = False
             request.num_preemptions += 1
-            self._counts["preemptions"] += 1
+            self.counts["preemptions"] += 1
         if plan.preempted or plan.admitted:
             self._issue_copies(plan)
         for admission in plan.admitted:
@@ -503,7 +498,7 @@ class StepLoop:
     def _note_failed_copies(self, where: str, error: Exception) -> None:
         if isinstance(error, AssertionError | RankError):  # a bug, or the other ranks are lost
             raise error
-        self._counts["failed_copies"] += 1
+        self.counts["failed_copies"] += 1
         logger.error(
             "copying blocks %s failed: their tokens will be computed again",
             where,

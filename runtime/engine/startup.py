@@ -765,13 +765,14 @@ def start_parts(
     return parts
 
 
-def make_loop(
-    parts: EngineParts,
-    step_budget: StepBudget | None,
-    speculator: Speculator | None = None,
-) -> StepLoop:
-    """Return the loop over the parts of an engine, with an empty cache and no requests."""
+def make_loop(parts: EngineParts) -> StepLoop:
+    """Return the loop over the parts of an engine, with an empty cache and no requests.
+
+    Steps are run and timed for a latency budget, and for speculation.
+    """
     config, host = parts.config, parts.runner.host_arena
+    step_budget = calibrated_step_budget(parts.runner, parts.groups, config)
+    speculator = calibrated_speculator(parts.runner, config)
     cache = KVCache(
         parts.groups,
         parts.plan.num_blocks,

@@ -479,8 +479,7 @@ class InputWriter:
             "drafts": DraftInputs[torch.Tensor],
         }
         self._buffers: dict[str, StaticBuffers[Any]] = {
-            name: StaticBuffers.allocate(kinds[name], specs, device)
-            for name, specs in layouts.items()
+            name: StaticBuffers(kinds[name], specs, device) for name, specs in layouts.items()
         }
         """Of every step and, where there are any, of embeddings and drafts."""
         self.inputs: StaticBuffers[StepInputs[torch.Tensor]] = self._buffers["steps"]

@@ -78,7 +78,7 @@ class DrafterCache:
     def addresses(self) -> Mapping[str, int]:
         """Return the addresses that captured steps contain."""
         host = {} if self.host is None else {"drafter host arena": self.host.address}
-        return {"drafter arena": self.arena.address, **host}
+        return {"drafter arena": self.arena.tensor.data_ptr(), **host}
 
     def close(self) -> None:
         """Release the drafter, and unpin the arena for swapped requests."""
@@ -439,7 +439,7 @@ class Runner:
     def addresses(self) -> dict[str, int]:
         """Return the device address of everything that captured steps read or write."""
         return {
-            "arena": self.arena.address,
+            "arena": self.arena.tensor.data_ptr(),
             **({} if self.host_arena is None else {"host arena": self.host_arena.address}),
             **self._writer.addresses(),
             **{f"state.{k}": v for k, v in self.state.addresses().items()},

@@ -189,7 +189,7 @@ class SampleSteps:
             prefill_rows=config.max_prefill_rows,
             table_updates=1,
         )
-        self._inputs = StaticBuffers.allocate(StepInputs[torch.Tensor], layout, device)
+        self._inputs = StaticBuffers(StepInputs[torch.Tensor], layout, device)
         self.functions = StepFunctions(
             *(self.model, self.arena, size, self.state, self._inputs.device, None), compiled=False
         )

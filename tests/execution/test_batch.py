@@ -110,7 +110,7 @@ def test_embeds(prefill: tuple[list[RowSpan], int], places: list[tuple[int, int]
     """Each token of a chunk shows the vector of its position, if a span covers it."""
     chunks, _ = prefill
     layout = EmbedInputs.layout(prefill_tokens=16, hidden_size=2)
-    buffers = StaticBuffers.allocate(EmbedInputs[torch.Tensor], layout, "cpu")
+    buffers = StaticBuffers(EmbedInputs[torch.Tensor], layout, "cpu")
     host = buffers.arrays(EmbedInputs[npt.NDArray[Any]])
     host.embeds.fill(float("nan"))
     host.mask.fill(True)  # of the step before

@@ -54,7 +54,7 @@ def random_values(spec, generator):
 def test_any_layout(device, specs, seed):
     """Aligned, disjoint, and what is written through the mirror is what the device reads."""
     layout = dataclasses.make_dataclass("Layout", list(specs), frozen=True)
-    buffers = StaticBuffers.allocate(layout, specs, device)
+    buffers = StaticBuffers(layout, specs, device)
     alignment = 64 if device == "cpu" else CUDA_ALIGNMENT
     ranges = sorted((address, specs[name].nbytes) for name, address in buffers.addresses().items())
     assert all(address % alignment == 0 for address, _ in ranges)
@@ -96,13 +96,10 @@ class BuffersAgainstACopy(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        offsets = {"token_ids": 0, "rows": 64, "temperature": 128}
-        device_bytes, host_bytes = torch.zeros((2, 192), dtype=torch.uint8)
-        layout = Inputs[torch.Tensor]
-        self.buffers = StaticBuffers(layout, SPECS, device_bytes, host_bytes, offsets)
+        self.buffers = StaticBuffers(Inputs[torch.Tensor], SPECS, "cpu", mirrored=True)
         arrays = self.buffers.arrays(Inputs[np.ndarray])
         self.arrays = {name: getattr(arrays, name) for name in SPECS}
-        self.written = {name: np.zeros_like(array) for name, array in self.arrays.items()}
+        self.written = {name: array.copy() for name, array in self.arrays.items()}
         self.copied = {name: array.copy() for name, array in self.written.items()}
 
     @rule(
@@ -134,7 +131,7 @@ TestBuffersAgainstACopy.settings = settings(max_examples=30, deadline=None)
 
 @pytest.mark.gpu
 def test_writing_waits_for_the_copy_in_flight():
-    buffers = StaticBuffers.allocate(Inputs[torch.Tensor], SPECS, "cuda")
+    buffers = StaticBuffers(Inputs[torch.Tensor], SPECS, "cuda")
     arrays = buffers.arrays(Inputs[np.ndarray])
     assert buffers.host.token_ids.is_pinned()
     seen = []

@@ -134,7 +134,7 @@ def test_static_buffers_to_the_byte(
     fitted = config.fit_to_cache(
         max_model_len=model.max_position_embeddings, max_batch_tokens=tokens
     )
-    inputs = StaticBuffers.allocate(
+    inputs = StaticBuffers(
         StepInputs[torch.Tensor],
         StepInputs.layout(
             max_num_seqs=rows,

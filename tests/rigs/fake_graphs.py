@@ -27,7 +27,7 @@ from stepgraph.graphs.steps import Capture, Step, StepLibrary
 from stepgraph.profiling import attribution
 from stepgraph.profiling.attribution import NodeKind
 from stepgraph.runtime.engine import startup
-from stepgraph.runtime.execution import outputs, runner
+from stepgraph.runtime.execution import inputs, outputs, runner, sample_steps
 from stepgraph.runtime.execution.inputs import RowState
 from stepgraph.runtime.execution.outputs import OUTPUT_SETS, HostOutputs, OutputEvents, PromptScorer
 from stepgraph.runtime.execution.runner import DrafterCache, Runner
@@ -311,20 +311,21 @@ def vars_of(output: Any) -> list[Any]:
 class MirroredBuffers(StaticBuffers[Any]):
     """Static buffers with a mirror of their own."""
 
-    graphs: FakeGraphs
+    graphs: FakeGraphs | None = None
     _last_copy = 0
 
-    @classmethod
-    def beside(cls, plain: StaticBuffers[Any], layout: Any, graphs: FakeGraphs) -> MirroredBuffers:
-        device_bytes = plain._device_bytes
-        made = cls(layout, plain._specs, device_bytes, device_bytes.clone(), plain._offsets)
-        made.graphs = graphs
-        return made
+    def __init__(self, graphs: FakeGraphs, layout: Any, specs: Any, device: Any) -> None:
+        super().__init__(layout, specs, device, mirrored=True)
+        self.graphs = graphs
 
     def begin_write(self) -> None:
+        assert self.graphs is not None
         self.graphs.stream.wait(self._last_copy)
 
     def copy_to_device(self) -> None:
+        if self.graphs is None:  # the first values
+            super().copy_to_device()
+            return
         self.graphs.log.append(("copy", type(self.device).__name__))
         self._last_copy = self.graphs.stream.put(lambda: self._device_bytes.copy_(self._host_bytes))
 
@@ -356,11 +357,6 @@ def make_fake_graphs(monkeypatch: pytest.MonkeyPatch) -> FakeGraphs:
     operation.
     """
     graphs = FakeGraphs()
-    allocate = StaticBuffers.allocate.__func__  # type: ignore[attr-defined]
-
-    def mirrored(cls: Any, layout: Any, specs: Any, device: Any) -> MirroredBuffers:
-        plain = allocate(StaticBuffers, layout, specs, device)
-        return MirroredBuffers.beside(plain, layout, graphs)
 
     def chosen_kernels(
         device: Any, mode: Any, dtype: Any, weights: Any, kernels: Any, **more: Any
@@ -445,7 +441,8 @@ def make_fake_graphs(monkeypatch: pytest.MonkeyPatch) -> FakeGraphs:
     waiting(Runner, "check_integrity")
     monkeypatch.setattr(startup, "CapturePeaks", lambda device: FakePeaks(graphs, device))
     monkeypatch.setattr(startup, "select_kernels", chosen_kernels)
-    monkeypatch.setattr(StaticBuffers, "allocate", classmethod(mirrored))
+    for module in (inputs, sample_steps):
+        monkeypatch.setattr(module, "StaticBuffers", partial(MirroredBuffers, graphs))
     monkeypatch.setattr(HostOutputs, "copy_async", logged_copy)
     monkeypatch.setattr(HostOutputs, "__init__", with_events)
     monkeypatch.setattr(outputs, "current_stream", lambda device: graphs.stream)

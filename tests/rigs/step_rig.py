@@ -86,10 +86,10 @@ class StepRig:
         layout = StepInputs.layout(
             max_num_seqs=lanes, prefill_tokens=prefill_tokens, prefill_rows=lanes, table_updates=1
         )
-        self.inputs = StaticBuffers.allocate(StepInputs[torch.Tensor], layout, device)
+        self.inputs = StaticBuffers(StepInputs[torch.Tensor], layout, device)
         self.input_arrays = self.inputs.arrays(StepInputs[Int64Array])
         room = DraftInputs.layout(max_num_seqs=lanes, drafts=drafts)
-        self.drafts = StaticBuffers.allocate(DraftInputs[torch.Tensor], room, device)
+        self.drafts = StaticBuffers(DraftInputs[torch.Tensor], room, device)
         self.draft_arrays = self.drafts.arrays(DraftInputs[Int64Array])
         self.hidden = torch.zeros(hidden, config.hidden_size, dtype=dtype, device=device)
         self.functions = StepFunctions(
