@@ -7,9 +7,9 @@ follow each `:` and `,`, and `chat_grammars.py` bounds what tool calls force.
 
 JSON schemas that llguidance would get wrong, or never finish, are changed or refused:
 
-- A `format` that JSON Schema does not specify, and `"uniqueItems": false` for example, say nothing
-  about which texts are valid, and `x-guidance` is an option of llguidance, not of JSON Schema: they
-  are left out.
+- Descriptions, a `format` that JSON Schema does not specify, and `"uniqueItems": false` for example
+  say nothing about which texts are valid, and `x-guidance` is an option of llguidance, not of JSON
+  Schema: they are left out.
 - Names of properties can be written with escapes, such as `"\\u0061"` for `"a"`. llguidance treats
   an escaped name as a different one. So where a schema also allows other properties, `\\u` escapes
   are forbidden, and with them control characters.
@@ -67,7 +67,7 @@ _SPECIFIED: Final = frozenset(
     )
 )
 """Formats of JSON Schema 2020-12, Validation, section 7.3."""
-_VALUES: Final = frozenset(("const", "default", "enum", "example", "examples"))
+_VALUES: Final = frozenset(("const", "enum", "example"))
 """Keywords whose values are no schemas."""
 _DEFINITIONS: Final = frozenset(("definitions", "$defs"))
 _DEPENDENT: Final = frozenset(("dependentSchemas", "dependencies"))
@@ -80,10 +80,11 @@ _COMBINING: Final = _DEPENDENT | {
 """Keywords with which a value may have to follow several schemas."""
 _REFERRING: Final = frozenset(("$ref", "anyOf", "oneOf"))
 """Keywords with which it may where the schema has other keywords too."""
-_ANNOTATIONS: Final = _DEFINITIONS | {
-    *("title", "description", "default", "examples", "$comment", "$schema", "$id", "$anchor"),
-    *("deprecated", "readOnly", "writeOnly"),
-}
+_IGNORED: Final = frozenset(
+    ("title", "description", "default", "examples", "$comment", "deprecated", "readOnly")
+) | {"writeOnly", _OPTIONS}
+"""Keywords that say nothing about which texts are valid."""
+_NAMING: Final = _DEFINITIONS | {"$schema", "$id", "$anchor"}
 """Keywords that demand nothing of a value themselves."""
 _DEMANDS_NOTHING: Final[dict[str, tuple[Any, ...]]] = {
     "uniqueItems": (False,),
@@ -249,7 +250,7 @@ class _Walk:
         is_closed = schema.get("additionalProperties") is False
         patterns = schema.get("patternProperties")
         self.has_open_names |= bool(patterns or (schema.get("properties") and not is_closed))
-        others = schema.keys() - _ANNOTATIONS
+        others = schema.keys() - _NAMING
         self._combines |= bool(schema.keys() & _COMBINING) or (
             bool(schema.keys() & _REFERRING) and len(others) > 1
         )
@@ -380,7 +381,7 @@ def _is_ignored(keyword: str, value: Any) -> bool:
     """Return whether a keyword says nothing about which texts are valid."""
     if keyword == "format":
         return isinstance(value, str) and value not in _SPECIFIED
-    return keyword == _OPTIONS or value in _DEMANDS_NOTHING.get(keyword, ())
+    return keyword in _IGNORED or value in _DEMANDS_NOTHING.get(keyword, ())
 
 
 def _check_counts(schema: dict[str, Any], is_closed: bool) -> None:

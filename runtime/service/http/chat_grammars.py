@@ -17,15 +17,8 @@ from .output_parsers import CLOSE
 
 MAX_FORCED_BYTES = 1 << 14
 """Of a grammar whose text is forced: each step tokenises what is left of it."""
-_ANY_OBJECT = {"type": "object"}
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """As chat templates write calls; without it a model can put white space between any two parts."""
-_ANNOTATIONS = frozenset({"title", "description", "default", "examples", "$comment"})
-"""Keywords that allow and forbid nothing."""
-_VALUES = frozenset({"const", "enum"})
-"""Keywords that hold no schemas."""
-_NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
-"""Keywords that hold schemas by names."""
 
 
 @contextmanager
@@ -62,23 +55,11 @@ def tool_call_grammar(
             " llama3_json: choose 'auto'",
         )
     arguments = "arguments" if tool_parser == "hermes" else "parameters"
-    calls = [
-        {
-            "type": "object",
-            "properties": {
-                "name": {"const": function["name"]},
-                arguments: _parameters(index, function, f"#/properties/{arguments}"),
-            },
-            "required": ["name", arguments],
-            "additionalProperties": False,
-        }
-        for index, function in functions.items()
-    ]
     names = [f"call_{index}" for index in functions]
-    rules = [
-        f"{name}: %json {json.dumps(call | {'x-guidance': _SPACING}, ensure_ascii=False)}"
-        for name, call in zip(names, calls, strict=True)
-    ]
+    rules = []
+    for name, (index, function) in zip(names, functions.items(), strict=True):
+        head = f'{{"name": {_json(function["name"])}, "{arguments}": '
+        rules.append(f'{name}: {_json(head)} %json {_json(_parameters(index, function))} "}}"')
     start = "(" + " | ".join(names) + ")"
     if tool_parser == "hermes":
         start = f'"<tool_call>\\n" {start} "\\n</tool_call>"'
@@ -95,37 +76,20 @@ def tool_call_grammar(
     return _CallGrammar(grammar=grammar)
 
 
-def _parameters(index: int, function: Mapping[str, Any], place: str) -> Any:
-    """Return the schema of a function's parameters for `place` in another schema."""
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _parameters(index: int, function: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the schema of a function's parameters."""
     field = f"tools[{index}].function.parameters"
     schema = function.get("parameters")
-    if schema is None:
-        return _ANY_OBJECT
-    if not isinstance(schema, dict):
+    if not isinstance(schema, dict | None):
         raise invalid(field, f"{field} is {bounded_repr(schema)}; allowed is a JSON schema")
     with errors_of(field):
-        source = StructuredOutput(json=schema).source
-        prepared_schema(json.loads(source), _SPACING)
-    return _moved(json.loads(source), place) or _ANY_OBJECT
-
-
-def _moved(schema: object, place: str) -> object:
-    """Return a schema without annotations, whose references are right at `place`."""
-    if isinstance(schema, list):
-        return [_moved(item, place) for item in schema]
-    if not isinstance(schema, dict) or "$id" in schema:  # references below it are relative to it
-        return schema
-    moved: dict[str, object] = {}
-    for key, value in schema.items():
-        if key in _ANNOTATIONS:
-            continue
-        if key == "$ref" and isinstance(value, str) and (value == "#" or value[:2] == "#/"):
-            moved[key] = place + value[1:]
-        elif key in _NAMED and isinstance(value, dict):
-            moved[key] = {name: _moved(item, place) for name, item in value.items()}
-        else:
-            moved[key] = value if key in _VALUES else _moved(value, place)
-    return moved
+        source = StructuredOutput(json=schema or {}).source
+        prepared = prepared_schema(json.loads(source), _SPACING)
+    return prepared if len(prepared) > 1 else {"type": "object", **prepared}  # has its layout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,7 +107,7 @@ class ReasonedOutput(StructuredOutput):
     def source(self) -> str:
         """The tag, and the kind and the source of the content, in JSON."""
         assert self.content is not None
-        return json.dumps([CLOSE, self.content.kind, self.content.source], ensure_ascii=False)
+        return _json([CLOSE, self.content.kind, self.content.source])
 
 
 def spells_end_of_reasoning(structured: StructuredOutput) -> bool:
