@@ -14,9 +14,9 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Final, TypeVar, cast
+from typing import TYPE_CHECKING, Final, cast
 
 from ..bounded_repr import bounded_repr, bounded_text
 from ..errors import ConfigError, GrammarError, OverloadedError, RequestError
@@ -51,8 +51,6 @@ _MAX_REASON_CHARS = 300
 _PLACE: Final = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?|\n +\d+ \|.*", re.S)
 """A place in a grammar in Lark, which is of no use to a caller who gave another."""
 
-
-T = TypeVar("T")
 
 _slots = threading.BoundedSemaphore(MAX_COMPILATIONS)
 _starting = threading.Lock()
@@ -142,8 +140,9 @@ class GrammarCompiler:
 
     def has_compiled(self, structured: StructuredOutput) -> bool:
         """Return whether `matchers` takes microseconds."""
-        known = self._compiled.get((structured.kind, structured.source))
-        return known is not None and known.done()
+        with self._lock:
+            known = self._compiled.get((structured.kind, structured.source))
+            return known is not None and known.done()
 
     def matchers(self, structured: StructuredOutput, count: int) -> list[TokenMatcher]:
         """Return a matcher at the beginning of the grammar for each of `count` completions.
@@ -163,42 +162,58 @@ class GrammarCompiler:
             found = self._compiled.setdefault(key, own)
             self._compiled.move_to_end(key)
         if found is own:
-            self._compile(key, own)
-        matcher, _ = found.result()
+            try:
+                _start(partial(self._compile, key, own))
+            except BaseException:
+                self._give_up(key, own)
+                raise
+        try:
+            matcher, _ = found.result(COMPILE_SECONDS)
+        except (TimeoutError, CancelledError):
+            if self._give_up(key, found):
+                raise OverloadedError(
+                    f"a grammar cannot be compiled now: {MAX_COMPILATIONS} others have been"
+                    f" compiling for {COMPILE_SECONDS:g} s"
+                ) from None
+            reason = f"it did not compile within {COMPILE_SECONDS:g} s"
+            raise _grammar_error(key[0], reason) from None
         tokens = self._eos_token_ids, self._vocab_size, self._tokenizers.plain.vocab_size
         return [TokenMatcher(matcher, *tokens) for _ in range(count)]
 
+    def _give_up(self, key: _Key, result: Future[tuple[LLMatcher, float]]) -> bool:
+        """Drop a compilation, and return True, unless it has begun: it then ends by itself."""
+        with self._lock:
+            dropped = result.cancel()
+            if dropped and self._compiled.get(key) is result:
+                del self._compiled[key]
+        return dropped
+
     def _compile(self, key: _Key, result: Future[tuple[LLMatcher, float]]) -> None:
-        """Compile in another thread and wait for it until the deadline; keep what is fast."""
-        try:
-            result.set_result(compile_until(partial(self._made, *key), COMPILE_SECONDS))
-        except (ValueError, TypeError, RecursionError) as error:
-            if not isinstance(error, RequestError):
-                reason = bounded_text(str(error) or type(error).__name__, _MAX_REASON_CHARS)
-                error = GrammarError(
-                    f"the {_NAMES.get(key[0], key[0])} of structured cannot be used: {reason}; give"
-                    " a valid, simpler one",
-                    field="structured",
-                )
-            result.set_exception(error)
-        except Exception as error:
-            result.set_exception(error)
-        finally:
-            if not result.done():  # the exception of a signal handler concerns this thread only
-                result.set_exception(
-                    OverloadedError("a grammar was not compiled to the end: retry")
-                )
-            with self._lock:
-                if result.exception() or 4 * result.result()[1] > MAX_CACHED_SECONDS:
-                    self._compiled.pop(key, None)  # another thread may have dropped it
-                kept = {
-                    name: future.result()[1]
-                    for name, future in self._compiled.items()
-                    if future.done() and not future.exception()
-                }
-                while len(kept) > MAX_CACHED or sum(kept.values()) > MAX_CACHED_SECONDS:
-                    oldest = next(iter(kept))
-                    del kept[oldest], self._compiled[oldest]
+        """Compile, once there is a place, for all that wait for the result; keep what is fast."""
+        made = None
+        failure: Exception | None = None
+        with _slots:
+            if not result.set_running_or_notify_cancel():
+                return
+            try:
+                made = self._made(*key)
+            except (ValueError, TypeError, RecursionError) as error:
+                failure = _grammar_error(key[0], str(error) or type(error).__name__)
+            except Exception as error:
+                failure = error
+            except BaseException as error:  # a panic of llguidance
+                failure = _grammar_error(key[0], f"llguidance failed: {bounded_repr(error)}")
+        with self._lock:
+            if made is None:
+                result.set_exception(failure)
+            else:
+                result.set_result(made)
+            if made is None or 4 * made[1] > MAX_CACHED_SECONDS:
+                del self._compiled[key]
+            kept = {name: f.result()[1] for name, f in self._compiled.items() if f.done()}
+            while len(kept) > MAX_CACHED or sum(kept.values()) > MAX_CACHED_SECONDS:
+                oldest = next(iter(kept))
+                del kept[oldest], self._compiled[oldest]
 
     def _made(self, kind: str, source: str) -> tuple[LLMatcher, float]:
         """Return the matcher of a grammar, and the processor time that it took."""
@@ -223,57 +238,32 @@ class GrammarCompiler:
         return matcher, time.thread_time() - began
 
 
-def compile_until(work: Callable[[], T], seconds: float) -> T:
-    """Return the result of `work`, called in another thread within `seconds`.
-
-    Waiting for a place may take as long before. After the deadline `work` goes on, and counts as
-    one of `MAX_COMPILATIONS`, until it returns. Raises `ValueError` after the deadline,
-    `OverloadedError` without a place, `RequestError` without a thread, and what `work` raises.
-    """
-    if not _slots.acquire(timeout=seconds):
-        raise OverloadedError(
-            f"a grammar cannot be compiled now: {MAX_COMPILATIONS} others have been compiling for"
-            f" {seconds:g} s"
-        )
-    result: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            result.set_result(work())
-        except Exception as error:
-            result.set_exception(error)
-        except BaseException as error:  # a panic of llguidance
-            result.set_exception(ValueError(f"llguidance failed: {bounded_repr(error)}"))
-        finally:
-            _slots.release()
-
-    try:
-        _start(run)
-    except BaseException as error:
-        _slots.release()
-        if not isinstance(error, RuntimeError | MemoryError | ValueError):
-            raise
-        raise RequestError(
-            f"the grammar of structured cannot be compiled: no thread with a stack of"
-            f" {STACK_BYTES >> 20} MiB can be started ({error}). Raise the limits of threads and"
-            " virtual memory of the process, or leave out structured",
-            field="structured",
-        ) from error
-    try:
-        return result.result(seconds)
-    except TimeoutError:
-        raise ValueError(f"it did not compile within {seconds:g} s") from None
+def _grammar_error(kind: str, reason: str) -> GrammarError:
+    shown = bounded_text(reason, _MAX_REASON_CHARS)
+    return GrammarError(
+        f"the {_NAMES.get(kind, kind)} of structured cannot be used: {shown}; give a valid, simpler"
+        " one",
+        field="structured",
+    )
 
 
 def _start(run: Callable[[], None]) -> None:
     """Start a thread with a large stack. Its size is a setting of the process for a moment."""
     thread = threading.Thread(target=run, name="stepgraph-grammar", daemon=True)
     with _starting:
-        before = threading.stack_size(STACK_BYTES)
         try:
-            thread.start()
-        finally:
-            threading.stack_size(before)
+            before = threading.stack_size(STACK_BYTES)
+            try:
+                thread.start()
+            finally:
+                threading.stack_size(before)
+        except (RuntimeError, MemoryError, ValueError) as error:
+            raise RequestError(
+                f"the grammar of structured cannot be compiled: no thread with a stack of"
+                f" {STACK_BYTES >> 20} MiB can be started ({error}). Raise the limits of threads"
+                " and virtual memory of the process, or leave out structured",
+                field="structured",
+            ) from error
 
 
 class GrammarTokenizers:
