@@ -12,7 +12,6 @@ the least counter of the waiting tenants, so that idleness earns no credit.
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import threading
 from collections import deque
@@ -24,7 +23,7 @@ from ..engine.engine import Engine
 from ..engine.request_output import RequestOutput
 from ..errors import DeadlineUnreachableError, OverloadedError, RequestError, SendTimeoutError
 from ..request import AbortReason
-from .request_handle import HandleState, RequestHandle, wake
+from .request_handle import ConsumerLoop, HandleState, RequestHandle, wake
 from .service_config import ServiceConfig
 
 OUTPUT_WEIGHT = 2
@@ -237,8 +236,8 @@ class Dispatcher:
         self._send_timeout = config.send_timeout
         self._num_rows = 1
         self._has_news = False  # a request has, posted already or not
-        self._news: dict[asyncio.AbstractEventLoop, list[RequestHandle]] = {}
-        self._loops: set[asyncio.AbstractEventLoop] = set()  # of requests, as long as it is open
+        self._news: dict[ConsumerLoop, list[RequestHandle]] = {}
+        self._loops: set[ConsumerLoop] = set()  # of requests, as long as it is open
 
     @property
     def num_queued(self) -> int:

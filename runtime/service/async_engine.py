@@ -39,6 +39,7 @@ from ..structured_output import StructuredOutput
 from .consumers import AsyncStream, CallbackThread
 from .health import Health, Phase, ReloadResult, ServiceSnapshot
 from .request_handle import (
+    ConsumerLoop,
     Delta,
     Listener,
     RequestHandle,
@@ -183,7 +184,10 @@ class AsyncEngine:
             OverloadedError: too many requests wait.
             EngineUnavailableError, EngineFailedError, EngineClosedError: the engine is not running.
         """
-        return self._begin(asyncio.get_running_loop, prompt, params, options, num_read=0)
+        loop = asyncio.get_running_loop
+        return AsyncStream(
+            self._begin(loop, prompt, params, options, num_read=0, streams=True), self._thread
+        )
 
     async def generate(
         self,
@@ -196,7 +200,7 @@ class AsyncEngine:
         Takes the arguments of `stream`; raises as `stream` and `AsyncStream.accepted`.
         """
         loop = asyncio.get_running_loop
-        return await self._begin(loop, prompt, params, options, streams=False).finish()
+        return await AsyncStream(self._begin(loop, prompt, params, options), self._thread).finish()
 
     async def chat(
         self,
@@ -230,8 +234,8 @@ class AsyncEngine:
         if callback is not None:
             check_type("callback", callback, Callable, "a function of a Delta")
         streams = callback is not None
-        stream = self._begin(self._callbacks.start, prompt, params, options, streams=streams)
-        return self._callbacks.consume(stream, callback)
+        handle = self._begin(lambda: self._callbacks, prompt, params, options, streams=streams)
+        return self._callbacks.consume(handle, self._thread, callback)
 
     def abort(self, request_id: str) -> bool:
         """End a request within one step, with `finish_reason` `abort`. Any thread may call it.
@@ -447,6 +451,8 @@ class AsyncEngine:
         self._check_process()
         if self.config.switch_interval is not None:
             sys.setswitchinterval(self.config.switch_interval)
+        if self._thread.phase is Phase.NOT_STARTED:
+            self._callbacks.start()
         self._thread.start()
 
     def _stats(self) -> dict[str, Any]:
@@ -460,14 +466,14 @@ class AsyncEngine:
 
     def _begin(
         self,
-        loop: Callable[[], asyncio.AbstractEventLoop],
+        loop: Callable[[], ConsumerLoop],
         prompt: Prompt,
         params: SamplingParams | None,
         options: RequestOptions,
         *,
         num_read: int | None = None,
-        streams: bool = True,
-    ) -> AsyncStream:
+        streams: bool = False,
+    ) -> RequestHandle:
         """Count a request and prepare it: short lists of tokens now, others in a thread.
 
         Those whose grammar has to be compiled have threads of their own, for which no other prompt
@@ -515,7 +521,7 @@ class AsyncEngine:
                     handle.failure = error
                 thread.admit(handle)
             raise
-        return AsyncStream(handle, thread)
+        return handle
 
     def _prepare(
         self,

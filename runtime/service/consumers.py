@@ -8,10 +8,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from ..engine.request_output import RequestOutput
-from ..errors import EngineBusyError, EngineClosedError
+from ..errors import EngineBusyError
 from .request_handle import Delta, HandleState, Listener, RequestHandle, RequestRecord
 from .step_thread import StepThread
 
@@ -32,6 +32,7 @@ class AsyncStream:
     def __init__(self, handle: RequestHandle, thread: StepThread) -> None:
         self._handle = handle
         self._thread = thread
+        self._loop = asyncio.get_running_loop()
         self._deltas: deque[Delta] = deque()
         self._waits = False
 
@@ -118,17 +119,6 @@ class AsyncStream:
             raise error
         return []
 
-    async def deliver(self, callback: Callable[[Delta], None] | None) -> RequestOutput:
-        """Call a function with each delta, and return the last output. Raises as `accepted`."""
-        ended = False
-        while callback is not None and not ended:
-            ended = self._handle.ended  # read first: then the deltas below are the last ones
-            for delta in self._handle.read():
-                callback(delta)
-            if not ended:
-                await self._news()
-        return await self.finish()
-
     async def aclose(self) -> None:
         """Abort the request, unless it has ended."""
         self.abort()
@@ -151,7 +141,7 @@ class AsyncStream:
             )
         self._waits = True
         try:
-            self._handle.waiter = self._handle.loop.create_future()
+            self._handle.waiter = self._loop.create_future()
             await self._handle.waiter
         except BaseException:
             self.abort()
@@ -161,105 +151,87 @@ class AsyncStream:
 
 
 class CallbackThread:
-    """A thread with an event loop, which calls callbacks and listeners, one after the other.
+    """A thread that calls callbacks and listeners, one after the other.
 
-    Any thread may call any method. The thread starts with the first request: before, the process
-    may fork.
+    Any thread may call any method. What it gets after its end is called where it arises.
     """
 
     def __init__(self) -> None:
-        self._listeners: tuple[Listener, ...] = ()
-        self._lock = threading.RLock()
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._listeners: list[Listener] = []
         self._thread: threading.Thread | None = None
-        self._closing = False
-        self._ended = False
+        self._pool = ThreadPoolExecutor(1, "stepgraph-callbacks")
+        self._turn = threading.RLock()  # held during each call
 
-    def start(self) -> asyncio.AbstractEventLoop:
-        """Start the thread, unless it runs; return its event loop.
+    def start(self) -> None:
+        """Start the thread. Raises `RuntimeError` if none can be started."""
+        self._thread = self._pool.submit(threading.current_thread).result()
 
-        Raises:
-            EngineClosedError: it has ended.
-            RuntimeError: no thread can be started.
-        """
-        with self._lock:
-            if self._ended:
-                raise EngineClosedError("the engine is closed: make a new one")
-            if self._loop is None:
-                loop = asyncio.new_event_loop()
-                thread = threading.Thread(
-                    target=self._run, args=(loop,), name="stepgraph-callbacks", daemon=True
-                )
-                # First: an interrupt of `start` may leave it running.
-                self._loop, self._thread = loop, thread
-                try:
-                    thread.start()
-                except RuntimeError:
-                    loop.close()
-                    self._loop = self._thread = None
-                    raise
-            return self._loop
+    def call_soon_threadsafe(self, function: Callable[..., object], *arguments: object) -> None:
+        """Call a function in the thread, as an event loop does."""
+        try:
+            self._pool.submit(self._call, function, *arguments)
+        except RuntimeError:  # it has ended
+            self._call(function, *arguments)
+
+    def is_closed(self) -> bool:
+        """Return False: it always calls what it gets."""
+        return False
 
     def consume(
-        self, stream: AsyncStream, callback: Callable[[Delta], None] | None
+        self, handle: RequestHandle, thread: StepThread, callback: Callable[[Delta], None] | None
     ) -> Future[RequestOutput]:
-        """Call a function with the deltas of a stream; return the future of its last output."""
-        with self._lock:
-            loop = self.start()
-            future = asyncio.run_coroutine_threadsafe(stream.deliver(callback), loop)
+        """Call a function with the deltas of a request; return the future of its last output."""
+        future: Future[RequestOutput] = Future()
+
+        def deliver() -> None:
+            ended, error = handle.ended, None  # read first: then the deltas below are the last ones
+            try:
+                if callback is not None and not future.done():
+                    for delta in handle.read():
+                        callback(delta)
+                if not ended or handle.deliver is None:
+                    return
+                error = handle.error
+            except BaseException as raised:
+                error = raised
+            handle.deliver = None
+            try:
+                if not future.set_running_or_notify_cancel():
+                    return
+                if error is None and handle.output is not None:
+                    future.set_result(handle.output)
+                else:
+                    future.set_exception(error)
+            except BaseException:  # of a callback of the future
+                logger.exception("a callback failed")
+
+        handle.deliver = deliver
         # Of one that was cancelled, or whose callback has raised.
-        future.add_done_callback(lambda future: stream.abort())
+        future.add_done_callback(lambda future: thread.abort(handle))
+        self.call_soon_threadsafe(deliver)  # what has arrived already
         return future
 
     def add_listener(self, listener: Listener) -> None:
         """Call a function with the record of each request that ends from now on."""
-        with self._lock:
-            self._listeners += (listener,)
+        self._listeners.append(listener)
 
     def report(self, handle: RequestHandle) -> None:
         """Pass a request that has ended to the listeners."""
-        if not self._listeners:
-            return
-        arguments = handle, time.perf_counter_ns(), self._listeners
-        try:
-            with self._lock:
-                self.start().call_soon_threadsafe(_call_listeners, *arguments)
-        except RuntimeError:  # the thread has ended, or cannot be started now
-            _call_listeners(*arguments)
+        if listeners := tuple(self._listeners):
+            self.call_soon_threadsafe(_call_listeners, handle, time.perf_counter_ns(), listeners)
 
     def end(self) -> None:
-        """End the thread after what it has been given. Later listeners run where records arise."""
-        with self._lock:
-            self._closing = True
-            if self._loop is None:
-                self._ended = True
-            elif not self._ended:
-                self._loop.call_soon_threadsafe(self._loop.stop)
+        """End the thread after what it has been given."""
+        self._pool.shutdown(wait=False)
 
     def join(self) -> None:
         """Wait for the end of the thread, unless it calls this."""
-        thread = self._thread
-        if thread is None or thread is threading.current_thread():
-            return
-        if thread.ident is not None:  # else an interrupt kept it from starting
-            thread.join()
+        if threading.current_thread() is not self._thread:
+            self._pool.shutdown()
 
-    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
-        while True:
-            try:
-                if not self._closing:
-                    loop.run_forever()
-                loop.run_until_complete(asyncio.sleep(0))  # begins what was given last
-                if tasks := asyncio.all_tasks(loop):
-                    loop.run_until_complete(asyncio.wait(tasks))
-                elif self._ended:
-                    break
-                else:
-                    with self._lock:
-                        self._ended = True
-            except BaseException:  # of a callback, or of one that was added to a future
-                logger.exception("a callback failed")
-        loop.close()
+    def _call(self, function: Callable[..., object], *arguments: object) -> None:
+        with self._turn:
+            function(*arguments)
 
 
 def _call_listeners(handle: RequestHandle, ended_ns: int, listeners: tuple[Listener, ...]) -> None:

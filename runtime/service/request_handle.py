@@ -16,7 +16,7 @@ import asyncio
 import enum
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict
 
 from ..arguments import MAX_PRIORITY, check_integer, check_number, check_type
 from ..bounded_repr import bounded_repr
@@ -35,6 +35,14 @@ if TYPE_CHECKING:  # it needs torch
 
 MAX_SECONDS = 1e9
 MAX_TENANT_CHARS = 256
+
+
+class ConsumerLoop(Protocol):
+    """What wakes consumers: an event loop, or the thread of callbacks. Compared by identity."""
+
+    def is_closed(self) -> bool: ...
+
+    def call_soon_threadsafe(self, callback: Callable[..., Any], /, *args: Any) -> object: ...
 
 
 class HandleState(enum.Enum):
@@ -75,8 +83,9 @@ class RequestHandle:
 
     id: str
     _: KW_ONLY
-    loop: asyncio.AbstractEventLoop = field(init=False)  # that its consumer runs in
+    loop: ConsumerLoop = field(init=False)  # that its consumer runs in
     waiter: asyncio.Future[None] | None = None  # of its consumer; for its loop only
+    deliver: Callable[[], None] | None = None  # the consumer, if it has a callback or a future
     streams: bool = True  # whether the consumer reads more than the last output
     num_completions: int
     tenant: str
@@ -168,7 +177,9 @@ def wake(handles: Iterable[RequestHandle]) -> None:
     """Wake the consumers of requests that have news. Their event loop calls it."""
     for handle in handles:
         handle.posted = False  # first: what follows is posted again
-        if handle.waiter is not None and not handle.waiter.done():
+        if handle.deliver is not None:
+            handle.deliver()
+        elif handle.waiter is not None and not handle.waiter.done():
             handle.waiter.set_result(None)
 
 
