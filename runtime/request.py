@@ -33,7 +33,6 @@ if TYPE_CHECKING:  # the scheduler reads this file, and needs neither torch nor 
     from .prompt_embeds import EmbeddedSpan
 
 __all__ = [
-    "DRAFT_ON_DEVICE",
     "AbortReason",
     "FinishReason",
     "OutputMatcher",
@@ -62,9 +61,6 @@ class RequestStatus(enum.Enum):
     """Has a row and the blocks of its tokens."""
     FINISHED = enum.auto()
 
-
-DRAFT_ON_DEVICE = -1
-"""In the place of a draft: the one that a drafter has left in the row's state on the device."""
 
 TOKENS_AT_A_TIME = 1024
 """Maximum output tokens for which a request allocates memory at once."""

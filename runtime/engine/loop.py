@@ -38,6 +38,7 @@ from ..scheduling.plan import StepPlan
 from ..scheduling.scheduler import Scheduler
 from ..scheduling.speculator import Speculator
 from ..scheduling.step_budget import StepBudget
+from ..scheduling.step_times import StepTimes
 from .request_output import RequestOutput
 
 logger = logging.getLogger("stepgraph.runtime")
@@ -236,12 +237,13 @@ class StepLoop:
         runner: Runner,
         *,
         in_flight: int,
+        times: StepTimes | None = None,
         step_budget: StepBudget | None = None,
         speculator: Speculator | None = None,
     ) -> None:
         """Create a loop; at most `in_flight` steps are in flight when `step` returns.
 
-        `step_budget` receives the time of every step, if there is a latency budget.
+        `times`, which `step_budget` and `speculator` read, learns from steps.
         """
         self.scheduler = scheduler
         self.runner = runner
@@ -260,6 +262,9 @@ class StepLoop:
         self._in_flight = in_flight
         self.step_budget = step_budget
         self.speculator = speculator
+        self._times = times
+        self._arrived_ns = 0
+        """When the last committed step arrived."""
         self._launched: deque[LaunchedStep] = deque()
 
     @property
@@ -344,6 +349,7 @@ class StepLoop:
                 plan = self.scheduler.plan()
                 if self.speculator is not None:
                     self._verify_drafts(plan, self.speculator)
+            plan.timed, plan.started_ns = 1, began
             planned = time.perf_counter_ns()
             step = self._launch(plan)
             waited_in_launch = 0
@@ -353,7 +359,7 @@ class StepLoop:
                     waited_in_launch = self._commit_until(1)
                     step = self._launched[-1] = self.runner.finish(self._launched[-1])
                 if self.speculator is not None:
-                    self.speculator.launched(plan, began)
+                    self.speculator.launched(plan)
                 for request, error in step.ends:
                     self.requests.end_by_grammar(request, error)
             launched = time.perf_counter_ns() - waited_in_launch
@@ -518,9 +524,10 @@ class StepLoop:
         if plan.decode and may_draft:
             drafts = speculator.propose(plan.decode)
         else:
-            speculator.begin_plan()
-        if drafts:
-            self.scheduler.verify(plan, drafts, speculator.sizes(len(plan.decode)))
+            speculator.begin_plan(plan.decode)
+        if drafts or speculator.unread:
+            sizes = speculator.sizes(len(plan.decode))
+            self.scheduler.verify(plan, drafts, speculator.unread, sizes)
         drafter = self.runner.drafter
         if drafter is None:
             return
@@ -547,10 +554,15 @@ class StepLoop:
             arrived = time.perf_counter_ns()
             if step.began is not None:  # the timeline has recorded this step already
                 self.timeline.set_device_ns(step.number, step.elapsed_ns())
-            if self.step_budget is not None and step.advanced is None and not step.plan.proposes:
-                self.step_budget.observe(step.plan, step.launched_ns, arrived)
+            # An asynchronous device begins a step when the previous one has ended.
+            seconds = (arrived - max(self._arrived_ns, step.plan.started_ns)) / 1e9
+            self._arrived_ns = arrived
+            if self.step_budget is not None and step.plan.prefill and step.plan.decode:
+                self.step_budget.observe(step.plan, seconds)
             if self.speculator is not None:
-                self.speculator.committed(step.plan, step.advanced, arrived)
+                self.speculator.committed(step.plan, step.advanced, seconds)
+            if self._times is not None and step.plan.timed:
+                self._times.learn(step.plan, seconds)
             if step.advanced is not None:
                 self._take_back(step.plan, step.advanced)
             if step.plan.prefill and step.plan.scored_tokens:

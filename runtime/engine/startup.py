@@ -22,7 +22,7 @@ from functools import partial
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -68,14 +68,9 @@ from ..models.transformers.loading import load_decoder, load_model, overwrite_de
 from ..progress import progress_bar
 from ..sampling_params import SamplingDefaults
 from ..scheduling.scheduler import Scheduler
-from ..scheduling.speculator import (
-    BatchCosts,
-    DrafterSpeculator,
-    LookupSpeculator,
-    Speculator,
-    VerifyCosts,
-)
-from ..scheduling.step_budget import StepBudget, calibrate
+from ..scheduling.speculator import DrafterSpeculator, LookupSpeculator
+from ..scheduling.step_budget import StepBudget
+from ..scheduling.step_times import Point, StepTimes, calibrate
 from ..structured.compiler import check_installed
 from .loop import StepLoop
 from .memory import (
@@ -105,110 +100,65 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("stepgraph.runtime")
 
-# Costs on this device, measured with the prepared steps of an engine without requests.
+# Step times on this device, measured with the prepared steps of an engine without requests.
 
-REPETITIONS = 5
-LONG_STEP = 0.01
-"""Seconds of a step that is measured twice only."""
+LONG_STEP = 0.005
+"""Seconds of which steps are measured often where no latency budget says which are useful."""
 CONTEXT = 1024
 """Positions before the tokens of steps that measure the time of attention, if the model has as
 many."""
 
 
-def calibrated_step_budget(
+def measured_times(
     runner: Runner, groups: Sequence[LayerGroup], config: ResolvedConfig
-) -> StepBudget | None:
-    """Return the time budget of a prepared runner without requests; None without `max_itl_ms`."""
+) -> StepTimes | None:
+    """Return the step times of a prepared runner without requests; None if nothing reads them."""
     target = config.user.max_itl_ms
-    if target is None:
+    if target is None and config.speculation is None:
         return None
-    began = time.perf_counter()
-    read_blocks, block_size = runner.sizes.read_blocks, runner.block_size
+    sizes, block_size = runner.sizes, runner.block_size
 
     def reach(context: int) -> int:
-        if len(read_blocks) > 1:  # kernels that read the whole width of the tables
-            blocks = read_blocks.fit(-(-context // block_size)) or read_blocks.largest
+        if len(sizes.read_blocks) > 1:  # kernels that read the whole width of the tables
+            blocks = sizes.read_blocks.fit(-(-context // block_size)) or sizes.read_blocks.largest
             context = blocks * block_size
         return sum(len(group.layers) * group.positions_read(context) for group in groups)
 
-    costs = calibrate(
+    times = calibrate(
         partial(null_step_seconds, runner, config.max_model_len - 1),
-        rows=runner.sizes.rows,
-        tokens=runner.sizes.tokens,
+        rows=sizes.rows,
         reach=reach,
         context=min(CONTEXT, config.max_model_len // 2),
-        useful_seconds=target / 1e3,
+        useful_seconds=LONG_STEP if target is None else target / 1e3,
+        tokens=None if target is None else sizes.tokens,
+        verifying=sizes.verifying,
+        proposing=sizes.proposing,
+        padded=not runner.functions.ragged,
     )
     runner.place_padding(0, 0, 0, 0)
-    return StepBudget(target, costs, calibration_seconds=time.perf_counter() - began)
+    if config.speculation is not None:
+        runner.place_drafts(0, 0)
+    return times
 
 
-def calibrated_speculator(runner: Runner, config: ResolvedConfig) -> Speculator | None:
-    """Return the speculator of a prepared runner without requests; None without speculation.
-
-    Steps run on padding, in interleaved rounds, of which the fastest counts. The full sampler is
-    measured in decode steps, and takes as long for each token of a verify step.
-    """
-    if config.speculation is None:
-        return None
-    began = time.perf_counter()
-    sizes, blocks = runner.sizes, runner.sizes.read_blocks.sizes[0]
-    keys: dict[tuple[int, int, str], StepKey] = {}
-    """By rows, tokens per row, and what sets the step apart."""
-    for rows in sizes.rows:
-        keys[rows, 1, "greedy"] = sizes.key("decode", rows, blocks, False)
-        keys[rows, 1, "full"] = sizes.key("decode", rows, blocks, True)
-        for n in sizes.verifying(rows):
-            keys[rows, n, "greedy"] = sizes.key(
-                "decode", rows, blocks, False, tokens_per_row=n, drafts=sizes.proposing(rows)
-            )
-        if drafts := sizes.proposing(rows):
-            keys[rows, 1, "proposes"] = sizes.key("decode", rows, blocks, False, drafts=drafts)
-    fastest = dict.fromkeys(keys, float("inf"))
-    for repetition in range(REPETITIONS):
-        for point, key in keys.items():
-            if repetition < 2 or fastest[point] < LONG_STEP:
-                rows, n, _ = point
-                runner.place_drafts(rows, n - 1)
-                seconds = _seconds(partial(runner.run, key), runner.device)
-                fastest[point] = min(fastest[point], seconds)
-    runner.place_drafts(0, 0)
-    greedy = {(rows, n): value for (rows, n, kind), value in fastest.items() if kind == "greedy"}
-    extra = {rows: fastest[rows, 1, "full"] - greedy[rows, 1] for rows in sizes.rows}
-    sampled = {(rows, n): value + n * max(extra[rows], 0.0) for (rows, n), value in greedy.items()}
-    padded = not runner.functions.ragged
-    costs = BatchCosts(*(VerifyCosts(sizes.rows, s, padded=padded) for s in (greedy, sampled)))
-    more: dict[str, Any] = {
-        "is_async_device": config.is_async_device,
-        "calibration_seconds": time.perf_counter() - began,
-    }
-    if not config.speculation.uses_drafter:
-        return LookupSpeculator(config.speculation, sizes.verifying, costs, **more)
-
-    def proposing(rows: int) -> float:
-        size = sizes.rows.fit(rows) or sizes.rows.largest
-        return fastest[size, 1, "proposes"] / greedy[size, 1]
-
-    return DrafterSpeculator(config.speculation, sizes.verifying, costs, proposing, **more)
-
-
-def null_step_seconds(
-    runner: Runner, last: int, phase: Literal["decode", "prefill"], size: int, context: int
-) -> float:
-    """Return the time of a step of the null row whose tokens follow `context` positions.
+def null_step_seconds(runner: Runner, last: int, point: Point) -> float:
+    """Return the time of a step of the null row.
 
     Its positions are in the null block, which stays in a processor cache, so the measured cost of
     a context is a lower bound, which the times of served steps correct. They stop at `last`, for
     buckets that hold several prompts.
     """
+    phase, size, context, tokens_per_row, drafts, full_sampler = point
     last = min(context + (size - 1 if phase == "prefill" else 0), last)
-    blocks = last // runner.block_size + 1
-    if phase == "decode":
-        key = runner.sizes.key("decode", size, blocks, False)
-        runner.place_padding(last, 0, 0, 0)  # the step itself puts it back
-    else:
-        key = runner.sizes.key("prefill", size, blocks, False)
+    key = runner.sizes.key(
+        *(phase, size, last // runner.block_size + 1, full_sampler, tokens_per_row), drafts=drafts
+    )
+    if phase == "prefill":
         runner.place_padding(0, context, size, last)
+    else:
+        runner.place_padding(last, 0, 0, 0)  # the step itself puts it back
+    if tokens_per_row > 1 or drafts:
+        runner.place_drafts(size, tokens_per_row - 1)
     return _seconds(partial(runner.run, key), runner.device)
 
 
@@ -770,9 +720,15 @@ def make_loop(parts: EngineParts) -> StepLoop:
 
     Steps are run and timed for a latency budget, and for speculation.
     """
+    times = measured_times(parts.runner, parts.groups, parts.config)
     config, host = parts.config, parts.runner.host_arena
-    step_budget = calibrated_step_budget(parts.runner, parts.groups, config)
-    speculator = calibrated_speculator(parts.runner, config)
+    step_budget, speculator = None, None
+    if times is not None and config.user.max_itl_ms is not None:
+        step_budget = StepBudget(config.user.max_itl_ms, times)
+    if times is not None and config.speculation is not None:
+        kind = DrafterSpeculator if config.speculation.uses_drafter else LookupSpeculator
+        is_async, sizes = config.is_async_device, parts.runner.sizes.verifying
+        speculator = kind(config.speculation, sizes, times, is_async_device=is_async)
     cache = KVCache(
         parts.groups,
         parts.plan.num_blocks,
@@ -795,6 +751,7 @@ def make_loop(parts: EngineParts) -> StepLoop:
         scheduler,
         parts.runner,
         in_flight=int(config.is_async_device),
+        times=times,
         step_budget=step_budget,
         speculator=speculator,
     )

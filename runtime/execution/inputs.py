@@ -31,7 +31,6 @@ from ..kernels.ops.token_masks import MASK_BITS
 from ..models.config import DecoderConfig
 from ..models.plan import plan_of
 from ..models.resolved_config import ResolvedConfig
-from ..request import DRAFT_ON_DEVICE
 from ..sampling.sampling_state import SamplingState
 from ..scheduling.plan import RowSpan, TableUpdate
 from .step_key import MOST_VERIFIED_TOKENS, most_table_updates
@@ -108,8 +107,8 @@ class RowState:
     masks: MaskState | None = None
     """Token masks of rows whose output follows a grammar; None without structured output."""
     drafts: torch.Tensor | None = None
-    """int64 `[R, K]`: what a drafter proposed last to follow the newest token; `DRAFT_ON_DEVICE`
-    where a row has none. None without a drafter, or if the host always sends the drafts."""
+    """int64 `[R, K]`: what a drafter proposed last to follow the newest token; 0 where a row has
+    none. None without a drafter, or if the host always sends the drafts."""
 
     @classmethod
     def allocate(
@@ -141,7 +140,9 @@ class RowState:
             sampling=SamplingState.allocate(max_num_seqs, vocab_size, device),
             rope_lengths=rope_lengths,
             masks=masks,
-            drafts=torch.full((rows, drafts), DRAFT_ON_DEVICE, device=device) if drafts else None,
+            drafts=None
+            if not drafts
+            else torch.zeros(rows, drafts, dtype=torch.int64, device=device),
         )
 
     @classmethod
@@ -198,16 +199,16 @@ class RowState:
         self.token_ids.index_put_((rows_B,), last_B.clamp(min=0))
         self.positions.index_put_((rows_B,), torch.where(rows_B == self.null_row, 0, positions_B))
 
-    def chosen_drafts(self, rows_B: torch.Tensor, given_BK: torch.Tensor) -> torch.Tensor:
+    def chosen_drafts(
+        self, rows_B: torch.Tensor, given_BK: torch.Tensor, are_given: torch.Tensor
+    ) -> torch.Tensor:
         """Return the drafts that a step verifies, int64 `[B, K]`.
 
-        The given ones, and where these are `DRAFT_ON_DEVICE`, the drafts that the rows keep. A row
-        without any gets token 0.
+        The given ones, or if bool `[1]` `are_given` is False, the drafts that the rows keep.
         """
         if self.drafts is None:
             return given_BK
-        own_BK = self.drafts[rows_B, : given_BK.shape[1]]
-        return torch.where(given_BK == DRAFT_ON_DEVICE, own_BK, given_BK).clamp(min=0)
+        return torch.where(are_given, given_BK, self.drafts[rows_B, : given_BK.shape[1]])
 
     def keep_drafts(self, rows_B: torch.Tensor, drafts_BK: torch.Tensor) -> None:
         """Keep what a drafter has proposed for rows, if rows keep drafts."""
@@ -217,7 +218,7 @@ class RowState:
     def forget_drafts(self, row: int) -> None:
         """Remove the drafts of a row's last request."""
         if self.drafts is not None:
-            self.drafts[row].fill_(DRAFT_ON_DEVICE)
+            self.drafts[row].zero_()
 
     def update_tables(self, updates_U4: torch.Tensor) -> None:
         """Write (group, row, column, block) entries into the block tables."""
@@ -313,7 +314,9 @@ class DraftInputs(Generic[A]):
 
     token_ids: A
     """int64 `[max_num_seqs, K]`: draft tokens after the newest token of each of `decode_rows`; 0
-    where a row has fewer, and `DRAFT_ON_DEVICE` for those that the state of the row has."""
+    where a row has fewer, or if the rows verify the drafts that they keep."""
+    are_given: A
+    """bool `[1]`: whether the host has given the drafts, and not left them to the rows."""
     counts: A
     """int64 `[max_num_seqs]`: valid tokens of each row, the newest one included; 1 for padding."""
     stops: A
@@ -324,6 +327,7 @@ class DraftInputs(Generic[A]):
         """Return shape and initial value of every field: no drafts."""
         return {
             "token_ids": TensorSpec((max_num_seqs, drafts), torch.int64, 0),
+            "are_given": TensorSpec((1,), torch.bool, True),
             "counts": TensorSpec((max_num_seqs,), torch.int64, 1),
             "stops": TensorSpec((max_num_seqs,), torch.int64, 1),
         }
@@ -395,16 +399,20 @@ class PrefillChunk(NamedTuple):
 
 
 def write_drafts(
-    drafts: Sequence[Sequence[int]], stops: Sequence[int], host: DraftInputs[Int64Array]
+    counts: Sequence[int],
+    drafts: Sequence[Sequence[int]],
+    stops: Sequence[int],
+    host: DraftInputs[Any],
 ) -> None:
-    """Write the drafts of the decoding rows, in their order, and where their slots end."""
+    """Write the drafts of the decoding rows, in their order; see `StepPlan`."""
     host.token_ids.fill(0)
+    host.are_given.fill(len(drafts) > 0)
     host.counts.fill(1)
     host.stops.fill(1)
+    host.counts[: len(counts)] = counts
     host.stops[: len(stops)] = stops
     for index, tokens in enumerate(drafts):
         host.token_ids[index, : len(tokens)] = tokens
-        host.counts[index] = 1 + len(tokens)
 
 
 def write_decode_rows(rows: Sequence[int], null_row: int, host: StepInputs[Int64Array]) -> None:
@@ -486,7 +494,7 @@ class InputWriter:
         self.embeds: StaticBuffers[EmbedInputs[torch.Tensor]] | None = self._buffers.get("embeds")
         self.drafts: StaticBuffers[DraftInputs[torch.Tensor]] | None = self._buffers.get("drafts")
         self._host: StepInputs[Int64Array] = self.inputs.arrays(StepInputs[Int64Array])
-        self._written_drafts: tuple[list[list[int]], list[int]] = ([], [])
+        self._written_drafts: tuple[list[int], list[list[int]], list[int]] = ([], [], [])
         self._embeds_shown = False  # set by the last prefill step
         self.decode_rows: list[int] = []
         """As last written."""
@@ -531,16 +539,18 @@ class InputWriter:
             if part:
                 self._state.update_tables(self.inputs.device.table_updates[: len(part)])
 
-    def write_drafts(self, drafts: Sequence[Sequence[int]], stops: Sequence[int]) -> None:
-        """Write and copy the drafts of the decoding rows, in their order; see `DraftInputs`.
+    def write_drafts(
+        self, counts: Sequence[int], drafts: Sequence[Sequence[int]], stops: Sequence[int] = ()
+    ) -> None:
+        """Write and copy the drafts of the decoding rows, in their order; see `StepPlan`.
 
         They seldom change where rows keep their drafts on the device.
         """
         assert self.drafts is not None, "a verify step without speculation"
-        written = [list(own) for own in drafts], list(stops)
+        written = list(counts), [list(own) for own in drafts], list(stops)
         if written != self._written_drafts:
             self.drafts.begin_write()
-            write_drafts(drafts, stops, self.drafts.arrays(DraftInputs[Int64Array]))
+            write_drafts(counts, drafts, stops, self.drafts.arrays(DraftInputs[npt.NDArray[Any]]))
             self.drafts.copy_to_device()
             self._written_drafts = written
 

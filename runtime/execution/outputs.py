@@ -49,8 +49,6 @@ class LaunchedStep:
     plan: StepPlan
     bucket: int
     """Rows of the decode step; without one, tokens of the prefill step."""
-    launched_ns: int = 0
-    """Launch time of the first part, by `time.perf_counter_ns`."""
     parts: list[tuple[Sequence[Request | None], StepOutput]] = field(default_factory=list)
     """Request of each lane (None: padding, or a chunk that does not sample), and the output, which
     is on the host or being copied to it."""

@@ -186,6 +186,7 @@ class RankPlan(NamedTuple):
     """The rows that decode."""
     table_updates: Sequence[TableUpdate]
     chunks: Sequence[PrefillChunk]
+    decode_counts: Sequence[int]
     drafts: Sequence[Sequence[int]]
     draft_stops: Sequence[int]
     parts: list[PlannedPart]
@@ -234,7 +235,7 @@ class PlanParts:
             self._longest = max(decode, key=attrgetter("num_computed"), default=None)
             self._changed = any(request.num_unsure for request in decode)
             self._part = None
-        if plan.drafts or plan.proposes:
+        if plan.decode_counts or plan.proposes:
             counts = plan.decode_counts or repeat(1)
             stop = max(r.num_computed + n for r, n in zip(decode, counts, strict=False))
             key = self._sizes.key(
@@ -343,7 +344,7 @@ class Runner:
             self.masks = TokenMasks(
                 self.state.masks,
                 self.null_row + 1,
-                partial(self._writer.write_drafts, stops=()),
+                self._writer.write_drafts,
                 group,
                 is_async=config.is_async_device,
             )
@@ -513,6 +514,7 @@ class Runner:
             self._parts.decode_rows,
             plan.table_updates,
             [PrefillChunk.of(span) for span in plan.prefill] if plan.prefill else (),
+            plan.decode_counts,
             plan.drafts,
             plan.draft_stops,
             parts,
@@ -520,7 +522,7 @@ class Runner:
         )
         if self.group is not None:
             changes = work.joined or work.chunks or work.table_updates
-            is_steady, last = not (changes or work.drafts or work.draft_stops), self._sent
+            is_steady, last = not (changes or work.decode_counts or work.draft_stops), self._sent
             # Packed once while rows only decode: such a plan has the same part.
             if not (
                 is_steady
@@ -552,8 +554,8 @@ class Runner:
         parts, writer = work.parts, self._writer
         if work.table_updates or work.chunks or work.rows != writer.decode_rows:
             writer.write(work.rows, work.table_updates, work.chunks, parts[-1].key.size)
-        if work.drafts or work.draft_stops:
-            writer.write_drafts(work.drafts, work.draft_stops)
+        if work.decode_counts or work.draft_stops:
+            writer.write_drafts(work.decode_counts, work.drafts, work.draft_stops)
         runs: list[tuple[StepKey, PlannedPart]] = []
         outputs = self.outputs
         step = LaunchedStep(number, plan or StepPlan(), parts[0].key.size, unfinished=runs)
@@ -610,7 +612,6 @@ class Runner:
                 )
             with span:
                 started = clock()
-                step.launched_ns = step.launched_ns or started
                 with self.own_threads:
                     output = self.library.run(key)
                 if not is_cut:
@@ -666,7 +667,7 @@ class Runner:
             group.check_in(self.checked_tokens(step))
         elif step.arrived is not None:
             step.arrived.synchronize()
-        if step.plan.drafts:
+        if step.plan.decode_counts:
             accepted = step.parts[0][1].accepted
             assert accepted is not None, "the step verifies drafts"
             step.advanced = accepted[: len(step.plan.decode)].tolist()
@@ -715,7 +716,7 @@ class Runner:
     @_on_all_ranks
     def place_drafts(self, rows: int, drafts: int) -> None:
         """Give each of the first `rows` rows of verify steps this many drafts of token 0."""
-        self._writer.write_drafts([[0] * drafts] * rows, ())
+        self._writer.write_drafts([1 + drafts] * rows, [[0] * drafts] * rows)
 
     @_on_all_ranks
     def score_largest_slice(self) -> None:

@@ -523,7 +523,8 @@ class StepFunctions:
         if verifies:
             assert self.drafts is not None, "these steps were made without room for drafts"
             with operation("inputs"):
-                drafts_BK = state.chosen_drafts(rows_B, self.drafts.token_ids[: key.size, : n - 1])
+                given_BK = self.drafts.token_ids[: key.size, : n - 1]
+                drafts_BK = state.chosen_drafts(rows_B, given_BK, self.drafts.are_given)
                 counts_B = self.drafts.counts[: key.size]
         # Waiting for masks may take drafts out of the inputs.
         computed_B = counts_B.clone() if thread is not None else counts_B

@@ -59,7 +59,7 @@ class TokenMasks:
         self,
         state: MaskState,
         rows: int,
-        rewrite_drafts: Callable[[Sequence[Sequence[int]]], None],
+        rewrite_drafts: Callable[[Sequence[int], Sequence[Sequence[int]]], None],
         group: RankGroup | None = None,
         *,
         is_async: bool,
@@ -69,7 +69,8 @@ class TokenMasks:
         Args:
             state: the masks on the device.
             rows: rows of the state, the null row included.
-            rewrite_drafts: replaces the drafts of the step that is running.
+            rewrite_drafts: replaces the drafts of the step that is running, given the tokens and
+                the drafts of each row.
             group: of a tensor-parallel engine.
             is_async: whether the device runs steps asynchronously. Its masks are written to a
                 pinned copy; on a CPU steps read those that are written.
@@ -186,7 +187,7 @@ class TokenMasks:
             for index, kept in self._cuts:
                 drafts[index] = drafts[index][:kept]
             plan.drafts = drafts
-            self._rewrite_drafts(drafts)
+            self._rewrite_drafts([1 + len(own) for own in drafts], drafts)
         tokens_per_row = 1 + max(map(len, plan.drafts), default=0)
         if self._group is not None:
             written = [row + n * self._rows for row, count in self._written for n in range(count)]
@@ -213,7 +214,7 @@ class TokenMasks:
             drafts: the drafts of the step, if some were taken out.
         """
         if drafts is not None:
-            self._rewrite_drafts(drafts)
+            self._rewrite_drafts([1 + len(own) for own in drafts], drafts)
         for row in allowed:
             self._allow_all(row)
         self._array[written] = values

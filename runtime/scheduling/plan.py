@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -87,8 +87,8 @@ class StepPlan:
     decode_counts: Sequence[int] = ()
     """Verify steps: valid tokens of each row, 1 to `tokens_per_row`; the rest is padding."""
     drafts: Sequence[Sequence[int]] = ()
-    """Verify steps: the drafts of each row, one fewer than its valid tokens. Those that the
-    host does not know are `DRAFT_ON_DEVICE`."""
+    """Verify steps: the drafts of each row, one fewer than its valid tokens. Empty if the rows
+    verify the drafts that they keep on the device, which the host has not read."""
     proposes: int = 0
     """Drafts of each row that a drafter proposes at the end of the step."""
     draft_stops: Sequence[int] = ()
@@ -97,15 +97,17 @@ class StepPlan:
     """Drafts that a drafter proposes after each prompt that ends in the step."""
     blocks_in_use: int = 0
     """Blocks that requests hold at the launch, for the timeline and profilers."""
-
-    def drafted_rows(self) -> Iterator[tuple[Request, Sequence[int]]]:
-        """Yield the rows of a verify step with their drafts."""
-        return zip(self.decode, self.drafts, strict=True)
+    timed: int = 0
+    """Decode steps that the time of this step stands for; 0: nothing is learned from it."""
+    started_ns: int = 0
+    """When the loop began with the step, by `time.perf_counter_ns`, set if it is `timed`."""
+    lookup_ns: int = 0
+    """How long the host looked for drafts of the step."""
 
     @property
     def drafting(self) -> bool:
         """Whether the rows of `decode` verify drafts, or get new ones."""
-        return bool(self.drafts or self.proposes)
+        return bool(self.decode_counts or self.proposes)
 
     @property
     def decode_tokens(self) -> int:

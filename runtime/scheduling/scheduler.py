@@ -5,7 +5,7 @@ token. The remaining token budget of the step goes to prefill chunks. Requests a
 order of `(priority, arrival)`. Admission allocates the blocks of all known tokens (in
 sliding-window layers of the next chunk only), so most later allocations are for decoding. If no
 block is free, the running request that is last in the order of service is preempted: its blocks are
-swapped to the host, or its tokens are recomputed later (see `step_budget.py`).
+swapped to the host, or its tokens are recomputed later.
 
 Most decoding requests need no work per step. The earliest step at which a request can need a block,
 publish one or sample its last token is known in advance (`WakeTimes`), so a step processes only the
@@ -428,7 +428,13 @@ class Scheduler:
         """
         self._publisher.withdraw(request)
 
-    def verify(self, plan: StepPlan, drafts: Sequence[Sequence[int]], sizes: Sequence[int]) -> None:
+    def verify(
+        self,
+        plan: StepPlan,
+        drafts: Sequence[Sequence[int]],
+        unread: Sequence[int],
+        sizes: Sequence[int],
+    ) -> None:
         """Let the decoding rows of a plan verify drafts, as far as blocks and tokens are free.
 
         No request is preempted for drafts. The number of accepted tokens is known when the step is
@@ -439,17 +445,18 @@ class Scheduler:
         Args:
             plan: the current plan.
             drafts: of each of `plan.decode`; may be empty.
+            unread: number of drafts of each row, if the rows keep them on the device instead.
             sizes: tokens per row of the verify steps that exist for this number of rows, ascending.
         """
         spare = self.max_batch_tokens - plan.prefill_tokens - len(plan.decode)
-        kept = []
-        for request, own in zip(plan.decode, drafts, strict=True):
-            count = _next_count(request, 1 + max(0, min(len(own), spare // len(plan.decode))))
+        counts = []
+        for request, most in zip(plan.decode, unread or map(len, drafts), strict=True):
+            count = _next_count(request, 1 + max(0, min(most, spare // len(plan.decode))))
             grown = count > 1 and self._grow_decoding(plan, request, count, count)
-            kept.append(own[: count - 1 if grown else 0])
-        counts = [1 + len(own) for own in kept]
+            counts.append(count if grown else 1)
         if (most := max(counts)) > 1:
-            plan.drafts, plan.decode_counts = kept, counts
+            plan.decode_counts = counts
+            plan.drafts = [own[: n - 1] for own, n in zip(drafts, counts, strict=False)]
             plan.tokens_per_row = next(size for size in sizes if size >= most)
 
     def propose(self, plan: StepPlan, drafts: int, group: int) -> None:

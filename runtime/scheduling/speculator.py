@@ -1,6 +1,6 @@
 """Decides before each step which rows verify how many drafts. No torch.
 
-`VerifyCosts` compares what a step with drafts is expected to gain with the time that it takes
+`choose_drafts` compares what a step with drafts is expected to gain with the time that it takes
 longer. A speculator keeps an account of that time, in decode steps: verify steps add what they
 gained or subtract what they lost, drafting is paid from it, and decode steps add a small share of
 their time. So drafts that do not pay cost little more than this share. See docs/architecture.md.
@@ -11,15 +11,12 @@ from __future__ import annotations
 import math
 import time
 from abc import ABC, abstractmethod
-from bisect import bisect_left
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar
 
-from ...graphs.buckets import Buckets
 from ..config import Speculation
-from ..request import DRAFT_ON_DEVICE, Request, RequestStatus
+from ..request import Request, RequestStatus
 from ..speculation.request_drafter import (
     LOOKUP_RATES,
     MAX_CANDIDATES,
@@ -36,6 +33,7 @@ from ..speculation.request_drafter import (
     probability_class,
 )
 from .plan import Proposed, RowSpan, StepPlan
+from .step_times import LARGEST_ERROR, DraftTimes, StepTimes
 
 # Drafts of an output that follows a grammar. No torch.
 
@@ -52,7 +50,7 @@ def with_grammar(request: Request, guess: Guess, most: int) -> Guess:
     return Guess(tokens, [1.0] * len(tokens) if forced else guess.chances[: len(tokens)])
 
 
-# Step times by rows and tokens, and the drafts that pay. No torch.
+# The drafts that pay, by step times. No torch.
 #
 #     gain = mean over rows of log(expected tokens of the row) - log(time of the verify step)
 #            + log(time of the decode step)
@@ -78,242 +76,85 @@ LEAST_GAIN = math.log(1.1)
 LEAST_CHANCE = 0.05
 """Drafts that are less likely to be accepted are not verified."""
 
-LEARNING_RATE = 0.1
-"""Share of an error by which the time of the kind of verify step that was run is corrected."""
 
-COMMON_RATE = 0.05
-"""Share of an error by which the times of all verify steps of so many rows are corrected, at least:
-longer contexts slow them down by another factor than decode steps. The first errors count more,
-since what the host does for a verify step was not measured at the start."""
+def choose_drafts(
+    chances: Sequence[Sequence[float]], times: DraftTimes, otherwise: float = 1.0
+) -> list[int]:
+    """Return the number of drafts of each row of the step with the largest gain.
 
-LARGEST_ERROR = 0.75
-"""Errors are clipped to this multiple of the expected time: steps that other processes disturb
-count little."""
+    All numbers are 0 if drafts do not pay.
 
-FADING = 5e-4
-"""Share by which each step lowers the times of other verify steps, never below that of a decode
-step: one that was taken for too slow is tried again."""
-
-DECODE_RATE = 0.3
-"""Share of an error by which the time of a decode step is corrected: few of them are timed."""
-
-UNTIMED = 16
-"""Of decode steps that pay for drafts, one of this many is timed."""
-
-
-class _Times:
-    """For steps of one number of rows: the time of a decode step, and multiples of it."""
-
-    def __init__(self, size: int, seconds: Mapping[int, float]) -> None:
-        """`seconds` by tokens of the step; the fewest tokens belong to the decode step."""
-        self.size = size
-        self.tokens = sorted(seconds)
-        self.decode = seconds[self.tokens[0]]
-        self.multiples = [max(seconds[n] / self.decode, 1.0) for n in self.tokens]
-        self.verified = 0
-        """Verify steps that corrected the multiples."""
-        self.unfaded = 0
-        """Decode steps since the multiples were lowered last."""
-
-    def fade(self) -> None:
-        """Lower the multiples for the decode steps since the last time."""
-        if self.unfaded:
-            factor = (1 - FADING) ** self.unfaded
-            self.multiples = [max(multiple * factor, 1.0) for multiple in self.multiples]
-            self.unfaded = 0
-
-    def between(self, tokens: int) -> tuple[int, float]:
-        """Return the first measured point of at least `tokens`, and its weight."""
-        at = min(bisect_left(self.tokens, tokens), len(self.tokens) - 1)
-        if at == 0:
-            return 0, 1.0
-        below, above = self.tokens[at - 1], self.tokens[at]
-        return at, (min(tokens, above) - below) / (above - below)
-
-    def multiple(self, tokens: int) -> float:
-        """Return the time of a step as a multiple of a decode step's."""
-        at, weight = self.between(tokens)
-        own = self.multiples
-        return own[at] if weight == 1.0 else own[at] * weight + own[at - 1] * (1 - weight)
+    Args:
+        chances: of each row, the probability that each of its drafts is accepted.
+        times: of steps of these rows.
+        otherwise: the time of the step if it verifies nothing, in decode steps.
+    """
+    none = [0] * len(chances)
+    if not any(chances):
+        return none
+    least = LEAST_GAIN - math.log(otherwise)
+    found = (_even if times.padded else _ragged)(chances, times, least)
+    if found is None:
+        return none
+    drafts, multiple = found
+    tokens = [1 + sum(own[:count]) for own, count in zip(chances, drafts, strict=True)]
+    per_token = sum([multiple / count for count in tokens]) / len(tokens)
+    return drafts if per_token <= otherwise else none
 
 
-class VerifyCosts:
-    """Seconds of decode and verify steps: measured before the first request, then corrected."""
-
-    def __init__(
-        self,
-        rows: Buckets,
-        seconds: Mapping[tuple[int, int], float],
-        *,
-        padded: bool = True,
-    ) -> None:
-        """Start with the seconds of each (rows, tokens per row); 1 token per row: decode steps.
-
-        `padded`: whether all rows of a step have as many tokens, padding included.
-        """
-        self._padded = padded
-        by_tokens: dict[int, dict[int, float]] = {}
-        for (size, tokens_per_row), value in seconds.items():
-            by_tokens.setdefault(size, {})[size * tokens_per_row] = value
-        sizes = {size: _Times(size, own) for size, own in by_tokens.items()}
-        self._times = {
-            count: sizes[fitting]
-            for count in range(1, rows.largest + 1)
-            if (fitting := rows.fit(count))
-        }
-
-    def choose(self, chances: Sequence[Sequence[float]], otherwise: float = 1.0) -> list[int]:
-        """Return the number of drafts of each row of the step with the largest gain.
-
-        All numbers are 0 if drafts do not pay.
-
-        Args:
-            chances: of each row, the probability that each of its drafts is accepted.
-            otherwise: the time of the step if it verifies nothing, in decode steps.
-        """
-        none = [0] * len(chances)
-        if not any(chances):
-            return none
-        times = self._times[len(chances)]
-        times.fade()
-        least = LEAST_GAIN - math.log(otherwise)
-        found = (self._even if self._padded else self._ragged)(chances, times, least)
-        if found is None:
-            return none
-        drafts, multiple = found
-        tokens = [1 + sum(own[:count]) for own, count in zip(chances, drafts, strict=True)]
-        per_token = sum([multiple / count for count in tokens]) / len(tokens)
-        return drafts if per_token <= otherwise else none
-
-    def _even(
-        self, chances: Sequence[Sequence[float]], times: _Times, least: float
-    ) -> tuple[list[int], float] | None:
-        """Return the drafts of the best step with as many tokens for each row, and its time."""
-        rows, size = len(chances), times.size
-        best, best_gain, best_multiple = 0, least, 1.0
-        for tokens, multiple in zip(times.tokens[1:], times.multiples[1:], strict=True):
-            drafts = tokens // size - 1
-            expected = sum(math.log1p(sum(own[:drafts])) for own in chances if own) / rows
-            gain = expected - math.log(multiple)
-            if gain > best_gain:
-                best, best_gain, best_multiple = drafts, gain, multiple
-        if best == 0:
-            return None
-        kept = [sum(chance >= LEAST_CHANCE for chance in own[:best]) for own in chances]
-        return kept, best_multiple
-
-    def _ragged(
-        self, chances: Sequence[Sequence[float]], times: _Times, least: float
-    ) -> tuple[list[int], float] | None:
-        """Return the drafts of the best step, see the top of this file, and its time.
-
-        In a large batch, not every number of drafts is tried.
-        """
-        rows, size, log = len(chances), times.size, math.log
-        most = sum([math.log1p(sum(own)) for own in chances if own]) / rows
-        if most <= least + log(times.multiple(size + 1)):  # even if drafts cost no more
-            return None
-        worth: list[tuple[float, int]] = []
-        for row, own in enumerate(chances):
-            tokens = 1.0
-            for chance in own:
-                if chance < LEAST_CHANCE:
-                    break
-                worth.append((chance / tokens, row))  # falls with each draft of a row
-                tokens += chance
-        worth.sort(reverse=True)
-        every, last = max(1, rows // 4), len(worth)
-        best, best_gain, product = 0, least, 1.0
-        for count, (value, _) in enumerate(worth, 1):
-            product *= 1 + value
-            if count % every and count != last:
-                continue
-            gain = log(product) / rows - log(times.multiple(size + count))
-            if gain > best_gain:
-                best, best_gain = count, gain
-        if best == 0:
-            return None
-        drafts = [0] * rows
-        for _, row in worth[:best]:
-            drafts[row] += 1
-        return drafts, times.multiple(size + best)
-
-    def decode_seconds(self, rows: int) -> float:
-        """Return the time of a decode step of this number of rows."""
-        return self._times[rows].decode
-
-    def verify_seconds(self, rows: int, tokens_per_row: int, tokens: int) -> float:
-        """Return the time of a verify step; see `observe`."""
-        times = self._times[rows]
-        return times.decode * times.multiple(self._computed(times, rows, tokens_per_row, tokens))
-
-    def _computed(self, times: _Times, rows: int, tokens_per_row: int, tokens: int) -> int:
-        """Return the tokens that a verify step computes, padding included."""
-        return times.size * tokens_per_row if self._padded else tokens + times.size - rows
-
-    def observe_decode(self, rows: int, seconds: float, steps: int = 1) -> None:
-        """Correct the time of a decode step by how long the last of `steps` took.
-
-        Invalid times are ignored.
-        """
-        times = self._times[rows]
-        if 0 < seconds < math.inf:
-            error = seconds / times.decode - 1
-            times.decode *= 1 + DECODE_RATE * min(max(error, -LARGEST_ERROR), LARGEST_ERROR)
-            times.unfaded += steps
-
-    def observe(self, rows: int, tokens_per_row: int, tokens: int, seconds: float) -> None:
-        """Correct the time of a verify step by how long one took. Invalid times are ignored.
-
-        `tokens` counts all rows, without padding.
-        """
-        if not 0 < seconds < math.inf:
-            return
-        times = self._times[rows]
-        times.fade()
-        computed = self._computed(times, rows, tokens_per_row, tokens)
-        at, weight = times.between(computed)
-        error = seconds / (times.decode * times.multiple(computed)) - 1
-        error = min(max(error, -LARGEST_ERROR), LARGEST_ERROR)
-        own, common = times.multiples, max(COMMON_RATE, 1 / (2 + times.verified))
-        times.verified += 1
-        for point in range(1, len(own)):
-            share = weight if point == at else 1 - weight if point == at - 1 else 0.0
-            change = error * (common + LEARNING_RATE * share) - FADING * (share == 0.0)
-            own[point] = max(own[point] * (1 + change), 1.0)
-
-    def seconds(self) -> dict[str, float]:
-        """Return the present times by "rows x tokens per row"."""
-        return {
-            f"{own.size}x{tokens // own.size}": own.decode * multiple
-            for own in dict.fromkeys(self._times.values())
-            for tokens, multiple in zip(own.tokens, own.multiples, strict=True)
-        }
+def _even(
+    chances: Sequence[Sequence[float]], times: DraftTimes, least: float
+) -> tuple[list[int], float] | None:
+    """Return the drafts of the best step with as many tokens for each row, and its time."""
+    rows, size = len(chances), times.size
+    best, best_gain, best_multiple = 0, least, 1.0
+    for tokens, multiple in zip(times.tokens[1:], times.multiples[1:], strict=True):
+        drafts = tokens // size - 1
+        expected = sum(math.log1p(sum(own[:drafts])) for own in chances if own) / rows
+        gain = expected - math.log(multiple)
+        if gain > best_gain:
+            best, best_gain, best_multiple = drafts, gain, multiple
+    if best == 0:
+        return None
+    kept = [sum(chance >= LEAST_CHANCE for chance in own[:best]) for own in chances]
+    return kept, best_multiple
 
 
-class BatchCosts:
-    """The times of steps, of the greedy and of the full sampler."""
+def _ragged(
+    chances: Sequence[Sequence[float]], times: DraftTimes, least: float
+) -> tuple[list[int], float] | None:
+    """Return the drafts of the best step, see the top of this file, and its time.
 
-    def __init__(self, greedy: VerifyCosts, full: VerifyCosts) -> None:
-        """`full`: of steps in which a request needs more than greedy tokens."""
-        self.greedy, self.full = greedy, full
-        self._batch: Sequence[Request] = ()
-        self._costs = greedy
-
-    def of(self, requests: Sequence[Request]) -> VerifyCosts:
-        """Return the times of steps of these requests."""
-        if requests is not self._batch:  # the same list until a request joins or leaves
-            self._batch = requests
-            is_full = any(request.params.needs_full_sampler for request in requests)
-            self._costs = self.full if is_full else self.greedy
-        return self._costs
-
-    def stats(self) -> dict[str, dict[str, float]]:
-        """Return the present times; see `VerifyCosts.seconds`."""
-        return {
-            "step_seconds": self.greedy.seconds(),
-            "sampled_step_seconds": self.full.seconds(),
-        }
+    In a large batch, not every number of drafts is tried.
+    """
+    rows, size, log = len(chances), times.size, math.log
+    most = sum([math.log1p(sum(own)) for own in chances if own]) / rows
+    if most <= least + log(times.multiple(size + 1)):  # even if drafts cost no more
+        return None
+    worth: list[tuple[float, int]] = []
+    for row, own in enumerate(chances):
+        tokens = 1.0
+        for chance in own:
+            if chance < LEAST_CHANCE:
+                break
+            worth.append((chance / tokens, row))  # falls with each draft of a row
+            tokens += chance
+    worth.sort(reverse=True)
+    every, last = max(1, rows // 4), len(worth)
+    best, best_gain, product = 0, least, 1.0
+    for count, (value, _) in enumerate(worth, 1):
+        product *= 1 + value
+        if count % every and count != last:
+            continue
+        gain = log(product) / rows - log(times.multiple(size + count))
+        if gain > best_gain:
+            best, best_gain = count, gain
+    if best == 0:
+        return None
+    drafts = [0] * rows
+    for _, row in worth[:best]:
+        drafts[row] += 1
+    return drafts, times.multiple(size + best)
 
 
 # What decides which rows verify how many drafts. No torch.
@@ -324,6 +165,9 @@ class BatchCosts:
 FIRST_TIMED, TIMED_AFTER, TIMED_STEPS = 8, 128, 4
 """Steps that draft after which some decode steps are run, at first and later, so that their time
 remains known; and how many. The first of them does not count: it finds the caches cold."""
+
+UNTIMED = 16
+"""Of later decode steps, one of this many is timed."""
 
 LOOKUP_PRICE = 2.0
 """What a second of looking for drafts costs: so half of what drafts gain may be spent on it."""
@@ -344,13 +188,11 @@ class Speculator(ABC):
     """The method, and whether to choose."""
     sizes: Callable[[int], Sequence[int]]
     """Returns the tokens per row that verify steps of that number of rows exist for."""
-    costs: BatchCosts
-    """The times of decode steps and of verify steps."""
+    times: StepTimes
+    """The times of decode steps and of steps with drafts."""
     _: KW_ONLY
     is_async_device: bool
     """Whether steps stay in flight."""
-    calibration_seconds: float = 0.0
-    """Seconds that measuring the times took."""
 
     share: ClassVar[float]
     """Share of the time of steps that is credited to the account."""
@@ -358,57 +200,103 @@ class Speculator(ABC):
     """Time that may be lost to drafts before they have gained any, in decode steps."""
     most_credit: ClassVar[float]
     """The same, after they have gained much."""
+    probe: ClassVar[float] = 0.0
+    """Credit at which a pause ends."""
 
     waits = False
     """Whether the step in flight is to be committed before the next one is planned."""
     proposes = 0
     """Drafts that the step to be planned proposes for each row, on the device."""
+    unread: Sequence[int] = ()
+    """Drafts of each row that the step to be planned verifies as the row keeps them on the device,
+    before the host has read them."""
 
     def __post_init__(self) -> None:
         """Start without requests."""
         self._credit = self.first_credit
         """Time that may be lost to drafts, in decode steps."""
+        self._paused = False
+        """Whether the account was overdrawn when the last step was planned."""
         self._since_timed = TIMED_AFTER - FIRST_TIMED
         """Steps that drafted since the last decode steps that were timed."""
         self._plain = 0
-        """Timed decode steps since the last step that drafted."""
-        self._is_timed = True
-        """Whether the time of the step to be planned counts."""
-        self._slowdown = 1.0
-        """Measured times of steps that propose and verify nothing, relative to those expected."""
-        self._untimed = 0
-        """Decode steps since the last one that was timed, in a pause."""
+        """Decode steps since the last step that drafted."""
         self._lookup_ns = 0
         """Nanoseconds that the host has looked for drafts of the step to be planned."""
         self._batch: Sequence[Request] = ()
         """The rows of the last step, of which `_has_grammar` speaks."""
         self._has_grammar = False
-        self._launched: deque[tuple[StepPlan, int, float]] = deque()
-        self._arrived_ns = 0
         self._verify_steps = self._verified_rows = 0
         self._drafted = [0] * self.config.num_speculative_tokens
         self._accepted = [0] * self.config.num_speculative_tokens
 
-    def begin_plan(self) -> None:
-        """Begin with the next step, which may draft nothing."""
-        self.waits, self.proposes, self._is_timed, self._lookup_ns = False, 0, True, 0
+    def begin_plan(self, requests: Sequence[Request]) -> None:
+        """Begin with the next step, which may draft nothing.
 
-    def _pay(self) -> None:
-        """Plan a decode step that pays for drafts. Of several in a row, the last one is timed."""
-        self._untimed += 1
-        self._is_timed = self._untimed >= UNTIMED
+        `requests`: its rows, the same list until a request joins or leaves.
+        """
+        self.waits, self.proposes, self.unread, self._lookup_ns = False, 0, (), 0
+        if requests is not self._batch:
+            self._begin_batch(requests)
+
+    def _begin_batch(self, requests: Sequence[Request]) -> None:
+        self._batch = requests
+        self._has_grammar = any(request.matcher is not None for request in requests)
+
+    def propose(self, requests: Sequence[Request]) -> Sequence[Sequence[int]]:
+        """Return the drafts that each decoding request verifies, as far as the host knows them.
+
+        Nothing if none does, or if the rows keep them (`unread`). Decides too whether the step
+        proposes.
+        """
+        self.begin_plan(requests)
+        adaptive, has_grammar = self.config.adaptive, self._has_grammar
+        self._paused = self._is_overdrawn
+        sizes = self.sizes(len(requests))
+        if not sizes:
+            return ()
+        if adaptive and self._since_timed >= TIMED_AFTER and not has_grammar:
+            return ()  # decode steps are to be timed
+        guesses = self._guesses(requests)
+        if not guesses:
+            return ()
+        most, drafts = sizes[-1] - 1, self.config.num_speculative_tokens
+        if has_grammar:
+            rows = zip(requests, guesses, strict=True)
+            guesses = [with_grammar(request, guess, drafts) for request, guess in rows]
+        if most < drafts:
+            guesses = [guess.first(most) for guess in guesses]
+        counts = [len(guess.chances) for guess in guesses]
+        if adaptive and any(counts):
+            times = self.times.with_drafts(requests)
+            otherwise = 1.0 if has_grammar else self._undrafted(times)
+            counts = choose_drafts([guess.chances for guess in guesses], times, otherwise)
+        verifies = any(counts)
+        if has_grammar or not self.config.uses_drafter:
+            self.waits = self.is_async_device and verifies
+            if any(request.num_pending for request in requests):
+                return ()
+        elif verifies or not self._paused:
+            self.proposes = min(drafts, most)
+        if not verifies:
+            return ()
+        if any(request.num_pending for request in requests):
+            self.unread = counts
+            return ()
+        return [guess.tokens[:count] for guess, count in zip(guesses, counts, strict=True)]
 
     @property
-    def _is_timing(self) -> bool:
-        """Whether decode steps are to be run; those with grammars take time of their own."""
-        return self.config.adaptive and self._since_timed >= TIMED_AFTER and not self._has_grammar
+    def _is_overdrawn(self) -> bool:
+        """Whether drafting is to pause."""
+        return self.config.adaptive and self._credit < (self.probe if self._paused else 0.0)
 
     @abstractmethod
-    def propose(self, requests: Sequence[Request]) -> Sequence[Sequence[int]]:
-        """Return the drafts that each decoding request verifies; nothing if none does.
+    def _guesses(self, requests: Sequence[Request]) -> Sequence[Guess]:
+        """Return what may follow each request without its grammar; nothing in a pause."""
 
-        Decides too whether the step proposes.
-        """
+    def _undrafted(self, times: DraftTimes) -> float:
+        """Return the time of a step that verifies nothing, in decode steps."""
+        return 1.0
 
     def prompt_drafts(self, chunks: Sequence[RowSpan]) -> int:
         """Return how many drafts the device proposes after each prompt that ends in a step."""
@@ -418,73 +306,46 @@ class Speculator(ABC):
         """Take what a committed step proposed on the device."""
         raise AssertionError("only a drafter proposes on the device")
 
-    @abstractmethod
-    def launched(self, plan: StepPlan, started_ns: int) -> None:
-        """Note when the loop began with a step that was launched."""
+    def launched(self, plan: StepPlan) -> None:
+        """Note a step that was launched, and decide whether its time counts."""
+        plan.lookup_ns = self._lookup_ns
+        if self._has_grammar:
+            plan.timed = 0  # masks take time of their own
+            return
+        drafts = plan.drafting or plan.lookup_ns
+        if not plan.decode or (plan.prefill and not drafts):
+            return
+        self._credit = min(self._credit + self.share, self.most_credit)
+        if drafts:
+            self._plain = 0
+            return
+        self._plain += 1
+        if self._plain == TIMED_STEPS:
+            self._since_timed = 0
+        if not 1 < self._plain <= TIMED_STEPS:
+            plan.timed = 0 if self._plain % UNTIMED else UNTIMED
 
-    def committed(self, plan: StepPlan, advanced: Sequence[int] | None, arrived_ns: int) -> None:
-        """Count what a step accepted, and learn from its time; once for every launched step."""
-        began, self._arrived_ns = self._arrived_ns, arrived_ns
+    def committed(self, plan: StepPlan, advanced: Sequence[int] | None, seconds: float) -> None:
+        """Count what a step accepted, and what its time gained; once for every launched step."""
         if advanced is not None:
             self._verify_steps += 1
-            for drafts, count in zip(plan.drafts, advanced, strict=True):
-                self._verified_rows += len(drafts) > 0
-                for index in range(len(drafts)):
+            for drafts, count in zip(plan.decode_counts, advanced, strict=True):
+                self._verified_rows += drafts > 1
+                for index in range(drafts - 1):
                     self._drafted[index] += 1
                     self._accepted[index] += index < count - 1
-        if self._launched and self._launched[0][0] is plan:  # not of `score`
-            _, started, lookup_seconds = self._launched.popleft()
-            # An asynchronous device begins a step when the previous one has ended.
-            seconds = (arrived_ns - max(began, started)) / 1e9
-            self._learn(plan, advanced, seconds, lookup_seconds)
-
-    def _learn(
-        self, plan: StepPlan, advanced: Sequence[int] | None, seconds: float, lookup_seconds: float
-    ) -> None:
-        """Learn from the time of a step, and of the search for drafts before it."""
-        if not plan.decode or any(request.matcher is not None for request in plan.decode):
-            return  # masks take time of their own
-        drafted = advanced is not None or plan.proposes or lookup_seconds
-        if plan.prefill and not drafted:
+        if not (plan.timed and (plan.drafting or plan.lookup_ns)):
             return
-        rows, costs = len(plan.decode), self.costs.of(plan.decode)
-        untimed, self._untimed = max(self._untimed, 1), 0
-        gained = self.share * untimed
-        if not drafted:
-            self._plain += 1
-            if self._plain > 1:
-                costs.observe_decode(rows, seconds, untimed)
-            if self._plain == TIMED_STEPS:
-                self._since_timed = 0
-        else:
-            self._plain = 0
-            decode_seconds = costs.decode_seconds(rows)
-            n, tokens = plan.tokens_per_row, plan.decode_tokens
-            if advanced is None:
-                expected, reached = self._undrafted(rows) * decode_seconds, rows
-            else:
-                expected, reached = costs.verify_seconds(rows, n, tokens), sum(advanced)
-            took = expected  # with a chunk of prefill, the step took longer
-            if not plan.prefill:
-                self._since_timed += 1
-                took = min(seconds, (1 + LARGEST_ERROR) * expected)
-                if advanced is not None:
-                    costs.observe(rows, n, tokens, seconds)
-                elif plan.proposes:
-                    self._slowdown *= 1 + LEARNING_RATE * (took / expected - 1)
-            gained += reached / rows - took / decode_seconds
-            gained -= LOOKUP_PRICE * min(lookup_seconds / decode_seconds, LARGEST_DELAY)
-        self._credit = min(self._credit + gained, self.most_credit)
-
-    def _undrafted(self, rows: int) -> float:
-        """Return the time of a step that drafts and verifies nothing, in decode steps."""
-        return 1.0
-
-    def _begin_batch(self, requests: Sequence[Request]) -> None:
-        """Take the rows of the next step: the same list until a request joins or leaves."""
-        if requests is not self._batch:
-            self._batch = requests
-            self._has_grammar = any(request.matcher is not None for request in requests)
+        decode, rows, expected = self.times.decode_seconds(plan.decode), len(plan.decode), 1.0
+        if plan.drafting:
+            expected = self.times.with_drafts(plan.decode).of(plan)
+        took = expected  # with a chunk of prefill, the step took longer
+        if not plan.prefill:
+            self._since_timed += 1
+            took += min(seconds / decode - expected, LARGEST_ERROR * expected)
+        reached = rows if advanced is None else sum(advanced)
+        lookup = LOOKUP_PRICE * min(plan.lookup_ns / 1e9 / decode, LARGEST_DELAY)
+        self._credit = min(self._credit + reached / rows - took - lookup, self.most_credit)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -503,13 +364,15 @@ class Speculator(ABC):
 
     def stats(self) -> dict[str, Any]:
         """Return counters and step times as plain numbers; see `Engine.stats`."""
+        greedy, sampled = self.times.seconds_with_drafts()
         return {
             "method": self.config.method,
-            "calibration_seconds": self.calibration_seconds,
+            "calibration_seconds": self.times.calibration_seconds,
             **self.counts,
             "drafted_by_position": list(self._drafted),
             "accepted_by_position": list(self._accepted),
-            **self.costs.stats(),
+            "step_seconds": greedy,
+            "sampled_step_seconds": sampled,
         }
 
 
@@ -528,12 +391,9 @@ class Speculator(ABC):
 # forces are verified. Only before such a step the loop commits the step in flight (`waits`).
 #
 # On an asynchronous device the next step is planned before the host has read the drafts. Their row
-# keeps them (`DRAFT_ON_DEVICE`), and the host chooses how many are verified by how many it has
-# accepted so far, by number of the draft. Where it knows the drafts, it sends them, and chooses by
-# the probabilities that the drafter gave them.
-
-PROBE = 2.0
-"""Credit at which a pause ends."""
+# keeps them (`unread`), and the host chooses how many are verified by how many it has accepted so
+# far, by number of the draft. Where it knows the drafts, it sends them, and chooses by the
+# probabilities that the drafter gave them.
 
 PAUSED_TIME = 0.7
 """Decode steps that a draft after a prompt must be worth while the drafter is paused: it was judged
@@ -546,54 +406,23 @@ proposes after prompts."""
 
 @dataclass(eq=False)
 class DrafterSpeculator(Speculator):
-    """Chooses how many of a drafter's proposals are verified, and when it proposes.
+    """Chooses how many of a drafter's proposals are verified, and when it proposes."""
 
-    Verify steps of `costs` propose.
-    """
-
-    proposing: Callable[[int], float]
-    """Returns how long a step with this number of rows takes that proposes and verifies nothing, as
-    a multiple of the time of a decode step."""
-
-    share, first_credit, most_credit = 0.002, 64.0, 128.0
+    share, first_credit, most_credit, probe = 0.002, 64.0, 128.0, 2.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._acceptance = Acceptance(PROBABILITY_RATES, 256.0)
         self._by_position = Acceptance(POSITION_RATES, 256.0)
-        self._paused = False
+        self._keeps_drafts = True
+        """Whether a row of the step to be planned may have drafts on the device, or get some."""
         self._proposing_steps = 0
 
-    def propose(self, requests: Sequence[Request]) -> Sequence[Sequence[int]]:
-        self.begin_plan()
-        self._begin_batch(requests)
-        has_grammar = self._has_grammar
-        self._paused = self._is_overdrawn
-        if self._is_timing:
-            return ()
-        if self._paused and not (has_grammar or any(request.num_drafts for request in requests)):
-            self._pay()
-            return ()
-        sizes = self.sizes(len(requests))
-        if not sizes:
-            return ()
-        # Drafts of a step with fewer rows can be more than this one verifies.
-        guesses = [self._guess(request).first(sizes[-1] - 1) for request in requests]
-        counts = [len(own.tokens) for own in guesses]
-        if self.config.adaptive and any(counts):
-            otherwise = PAUSED_TIME if self._paused else self._undrafted(len(requests))
-            chances = [own.chances for own in guesses]
-            counts = self.costs.of(requests).choose(chances, 1.0 if has_grammar else otherwise)
-        verifies = any(counts)
-        if has_grammar:
-            self.waits = self.is_async_device and verifies
-            if any(request.num_pending for request in requests):
-                return ()
-        elif verifies or not self._paused:
-            self.proposes = min(self.config.num_speculative_tokens, sizes[-1] - 1)
-        if not verifies:
-            return ()
-        return [own.tokens[:count] for own, count in zip(guesses, counts, strict=True)]
+    def _guesses(self, requests: Sequence[Request]) -> Sequence[Guess]:
+        self._keeps_drafts = (
+            self._has_grammar or not self._paused or any(request.num_drafts for request in requests)
+        )
+        return [self._guess(request) for request in requests] if self._keeps_drafts else ()
 
     def prompt_drafts(self, chunks: Sequence[RowSpan]) -> int:
         """Return how many drafts the drafter proposes after each prompt that ends in a step.
@@ -611,20 +440,14 @@ class DrafterSpeculator(Speculator):
             return 0
         return min(self.config.num_speculative_tokens, sizes[-1] - 1)
 
-    @property
-    def _is_overdrawn(self) -> bool:
-        """Whether the drafter is to pause."""
-        return self.config.adaptive and self._credit < (PROBE if self._paused else 0.0)
-
     def _guess(self, request: Request) -> Guess:
         """Return what may follow a request's newest token."""
-        if request.matcher is not None:
-            return with_grammar(request, NOTHING, self.config.num_speculative_tokens)
+        if request.matcher is not None:  # what its grammar forces alone
+            return NOTHING
         drafts: RowDrafts | None = request.proposed
         if request.num_pending:  # of the step in flight, which leaves them on the device
             acceptance = self._by_position if drafts is None else drafts.acceptance
-            count = request.num_drafts
-            return Guess([DRAFT_ON_DEVICE] * count, acceptance.chances(range(count)))
+            return Guess((), acceptance.chances(range(request.num_drafts)))
         if drafts is None or drafts.at != request.num_tokens:
             return NOTHING
         return Guess(drafts.tokens[: len(drafts.chances)], drafts.chances)
@@ -652,23 +475,18 @@ class DrafterSpeculator(Speculator):
             chances = self._acceptance.chances(map(probability_class, own))
             request.proposed = RowDrafts(known, drafts, own, chances, acceptance)
 
-    def launched(self, plan: StepPlan, started_ns: int) -> None:
-        if not (self._is_timed or plan.prefill):
+    def launched(self, plan: StepPlan) -> None:
+        super().launched(plan)
+        self._proposing_steps += plan.proposes > 0 or plan.prompt_drafts > 0
+        if not (self._keeps_drafts or plan.prefill):
             return  # in a pause, no row has drafts to reset
-        self._launched.append((plan, started_ns, 0.0))
         for request in plan.decode:
             request.num_drafts = plan.proposes
         for chunk in plan.prefill:
             chunk.request.num_drafts = plan.prompt_drafts if chunk.samples else 0
 
-    def _learn(
-        self, plan: StepPlan, advanced: Sequence[int] | None, seconds: float, lookup_seconds: float
-    ) -> None:
-        self._proposing_steps += plan.proposes > 0 or plan.prompt_drafts > 0
-        super()._learn(plan, advanced, seconds, lookup_seconds)
-
-    def _undrafted(self, rows: int) -> float:
-        return max(self._slowdown * self.proposing(rows), 1.0)
+    def _undrafted(self, times: DraftTimes) -> float:
+        return PAUSED_TIME if self._paused else times.multiples[0]
 
     def stats(self) -> dict[str, Any]:
         """As `Speculator.stats`, with the steps that proposed."""
@@ -711,56 +529,23 @@ class LookupSpeculator(Speculator):
             self._shared = SharedOutputs(self.config.prompt_lookup_min, self._candidates)
         self._open: list[Request] = []
 
-    def propose(self, requests: Sequence[Request]) -> Sequence[Sequence[int]]:
-        self.begin_plan()
-        self._begin_batch(requests)
-        sizes = self.sizes(len(requests))
-        if not sizes:
-            return ()
-        if self._is_timing:
-            return ()
-        if self.config.adaptive and self._credit < 0:
-            if not self._has_grammar:
-                self._pay()
-                return ()
+    def _guesses(self, requests: Sequence[Request]) -> Sequence[Guess]:
+        if self._paused:
             # Nothing is looked up, but what a grammar forces is certain.
-            return self._chosen(requests, [NOTHING] * len(requests), sizes[-1] - 1)
+            return [NOTHING] * len(requests) if self._has_grammar else ()
         began = time.perf_counter_ns()
-        drafts = self._chosen(requests, self._looked(requests), sizes[-1] - 1)
+        guesses = self._looked(requests)
         self._lookup_ns = time.perf_counter_ns() - began
-        return drafts
+        return guesses
 
     def _begin_batch(self, requests: Sequence[Request]) -> None:
-        if requests is not self._batch and set(self._batch).isdisjoint(requests):
+        if set(self._batch).isdisjoint(requests):
             self._credit = max(self._credit, NEW_CREDIT)
         super()._begin_batch(requests)
 
-    def _chosen(
-        self, requests: Sequence[Request], guesses: list[Guess], most: int
-    ) -> Sequence[Sequence[int]]:
-        """Return the tokens of each guess that are verified, at most `most` of a request.
-
-        Adds what grammars force.
-        """
-        if self._has_grammar:
-            drafts = self.config.num_speculative_tokens
-            guesses = [
-                with_grammar(request, guess, drafts)
-                for request, guess in zip(requests, guesses, strict=True)
-            ]
-        if most < self.config.num_speculative_tokens:
-            guesses = [guess.first(most) for guess in guesses]
-        counts = [len(guess.tokens) for guess in guesses]
-        if self.config.adaptive and any(counts):
-            chances = [guess.chances for guess in guesses]
-            counts = self.costs.of(requests).choose(chances)
-        self.waits = self.is_async_device and any(counts)
-        if not any(counts) or any(request.num_pending for request in requests):
-            return ()
-        return [guess.tokens[:count] for guess, count in zip(guesses, counts, strict=True)]
-
-    def launched(self, plan: StepPlan, started_ns: int) -> None:
-        """Note when the loop began with a step that was launched, and index its prompts."""
+    def launched(self, plan: StepPlan) -> None:
+        """Note a step that was launched, and index its prompts."""
+        super().launched(plan)
         if plan.prefill:
             if self._shared is not None:
                 self._share_ended(self._shared)
@@ -769,12 +554,9 @@ class LookupSpeculator(Speculator):
                     request = chunk.request
                     drafter = request.drafter or self._new_drafter(request)
                     drafter.read(chunk.start + chunk.count, request.tokens, chunk.count)
-        if not self._is_timed:
-            return
         # On an asynchronous device, looking overlaps with a step in flight, or delays the next one.
         if not self.is_async_device:
-            started_ns += self._lookup_ns
-        self._launched.append((plan, started_ns, self._lookup_ns / 1e9))
+            plan.started_ns += plan.lookup_ns
 
     def _looked(self, requests: Sequence[Request]) -> list[Guess]:
         """Return what may follow each request.

@@ -15,7 +15,6 @@ from stepgraph.runtime.execution.step_key import StepKey, StepOutput
 from stepgraph.runtime.kernels import have_compiler, select_kernels
 from stepgraph.runtime.loading.checkpoint import read_config
 from stepgraph.runtime.loading.loader import random_weights
-from stepgraph.runtime.request import DRAFT_ON_DEVICE
 
 from ..rigs.step_rig import CPU, StepRig
 from ..rigs.tiny_models import Tiny, TinyModel
@@ -92,17 +91,17 @@ class Rig(StepRig):
         outputs = [self.steps[1]() for _ in range(count)]
         return [(o.tokens[:ROWS].clone(), o.logits[:ROWS].clone()) for o in outputs]
 
-    def verify(self, n: int, drafts: list[list[int]], own: Sequence[int] = ()) -> StepOutput:
-        """Run a verify step; its logits by position. The rows `own` have their drafts."""
-        drafts = list(drafts)
-        for row in own:
+    def verify(self, n: int, drafts: list[list[int]], *, own: bool = False) -> StepOutput:
+        """Run a verify step; its logits by position. With `own`, the rows keep their drafts."""
+        counts = [1 + len(tokens) for tokens in drafts]
+        if own:
             assert self.state.drafts is not None
-            self.state.drafts[row, : len(drafts[row])] = torch.tensor(drafts[row])
-            drafts[row] = [DRAFT_ON_DEVICE] * len(drafts[row])
-        write_drafts(drafts, (), self.draft_arrays)
+            for row, tokens in enumerate(drafts):
+                self.state.drafts[row, : len(tokens)] = torch.tensor(tokens)
+        write_drafts(counts, () if own else drafts, (), self.draft_arrays)
         output = self.steps[n]()
-        counts = self.drafts.device.counts.tolist() if self.functions.ragged else n
-        logits = torch.nn.utils.rnn.pad_sequence(output.logits.split(counts))
+        lanes = self.drafts.device.counts.tolist() if self.functions.ragged else n
+        logits = torch.nn.utils.rnn.pad_sequence(output.logits.split(lanes))
         return dataclasses.replace(output, logits=logits)
 
 
@@ -160,7 +159,7 @@ def test_verify_steps_are_decoding_at_once(case: Case, full: bool, tiny: Tiny) -
     known, end = torch.stack([tokens for tokens, _ in decoded]), rig.snapshot()
     vocab = rig.decoder.config.vocab_size
 
-    def verify(k: int, counts: list[int], wrong: list[int], own: Sequence[int] = ()) -> None:
+    def verify(k: int, counts: list[int], wrong: list[int], *, own: bool = False) -> None:
         """Row r brings `counts[r] - 1` drafts; the one with index `wrong[r]`, if there is any, is
         another token, and so may be all that follow it."""
         done = [int(p) - start for p, start in zip(rig.state.positions, STARTS, strict=False)]
@@ -169,7 +168,7 @@ def test_verify_steps_are_decoding_at_once(case: Case, full: bool, tiny: Tiny) -
         for row, index in enumerate(wrong):
             if index < len(drafts[row]):
                 drafts[row][index] = (drafts[row][index] + 1) % vocab
-        output = rig.verify(1 + k, drafts, own)
+        output = rig.verify(1 + k, drafts, own=own)
         for row, (at, count) in rows:
             right = min(count, wrong[row] + 1)
             assert output.accepted is not None
@@ -203,5 +202,5 @@ def test_verify_steps_are_decoding_at_once(case: Case, full: bool, tiny: Tiny) -
         decode_rest()
     rig.restore(begin)
     verify(MOST_DRAFTS, [1 + MOST_DRAFTS] * ROWS, [0, 1, 2])
-    verify(MOST_DRAFTS, [1 + MOST_DRAFTS] * ROWS, [3, 0, 1], own=(0, 2))
+    verify(MOST_DRAFTS, [1 + MOST_DRAFTS] * ROWS, [3, 0, 1], own=True)
     decode_rest()

@@ -11,7 +11,6 @@ at the wrong time, a token too many or a missed recomputation shows as another o
 
 from __future__ import annotations
 
-import time
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,7 +23,7 @@ import numpy as np
 from stepgraph.cache.blocks import NULL_BLOCK
 from stepgraph.runtime.execution.outputs import Sampled, Score
 from stepgraph.runtime.kernels.ops.batch import NON_FINITE
-from stepgraph.runtime.request import DRAFT_ON_DEVICE, Request
+from stepgraph.runtime.request import Request
 from stepgraph.runtime.rope_lengths import RopeLengths
 from stepgraph.runtime.scheduling.plan import Preemption, Proposed, StepPlan
 from stepgraph.runtime.scheduling.scheduler import Scheduler
@@ -186,7 +185,6 @@ class FakeLaunchedStep:
     number: int
     plan: StepPlan
     bucket: int
-    launched_ns: int
     arrived: object
     device_ns: int
     sampled: list[Sampled]  # seen by the host when it reads the launch, not before
@@ -314,11 +312,14 @@ class FakeRunner:
         sampled, advanced = [], None
         if plan.tokens_per_row > 1:
             device.written.clear()
-            verified = [self._verify(*row) for row in plan.drafted_rows()]
-            assert [1 + len(drafts) for drafts in plan.drafts] == plan.decode_counts
+            rows = zip_longest(plan.decode, plan.decode_counts, plan.drafts)
+            verified = [self._verify(*row) for row in rows]
             advanced = [len(tokens) for tokens in verified]
-            rows = zip(plan.decode, verified, strict=True)
-            sampled += [(request, token, None) for request, tokens in rows for token in tokens]
+            sampled += [
+                (request, token, None)
+                for request, tokens in zip(plan.decode, verified, strict=True)
+                for token in tokens
+            ]
         else:
             device.written.clear()
             for request in plan.decode:
@@ -344,23 +345,22 @@ class FakeRunner:
                 proposed.append(own)
                 self.seen["prompts with drafts"] += plan.prompt_drafts > 0
         proposed = [own for own in proposed if own is not None]
-        began = time.perf_counter_ns()
         launch = FakeLaunchedStep(
-            number, plan, len(plan.decode), began, object(), 0, sampled, advanced, proposed
+            number, plan, len(plan.decode), object(), 0, sampled, advanced, proposed
         )
         self.unread.append(launch)
         return launch
 
-    def _verify(self, request: Request, drafts: Sequence[int]) -> list[int]:
-        """Compute the newest token and drafts; return what is accepted."""
-        device, row, count = self.device, request.row, 1 + len(drafts)
+    def _verify(self, request: Request, count: int, drafts: Sequence[int] | None) -> list[int]:
+        """Compute the newest token and drafts, None: the row's; return what is accepted."""
+        device, row = self.device, request.row
         assert row is not None
-        if DRAFT_ON_DEVICE in drafts:
-            own = device.drafts[row]
-            assert len(own) >= len(drafts), "drafts of an earlier step, or of another request"
-            drafts = [o if d == DRAFT_ON_DEVICE else d for o, d in zip(own, drafts, strict=False)]
-            self.seen["own drafts"] += 1
-            self.seen["own drafts in flight"] += len(self.unread)
+        if drafts is None:
+            drafts = device.drafts[row][: count - 1]
+            assert len(drafts) == count - 1, "drafts of an earlier step, or of another request"
+            self.seen["own drafts"] += count > 1
+            self.seen["own drafts in flight"] += len(self.unread) if count > 1 else 0
+        assert len(drafts) == count - 1
         first, token = device.positions[row], device.tokens[row]
         accepted: list[int] = []
         right = True
@@ -449,7 +449,7 @@ def check_plan(plan: StepPlan, scheduler: Scheduler) -> None:
     assert plan.prefill_tokens <= scheduler.prefill_chunk
     assert plan.prefill_tokens + plan.decode_tokens <= scheduler.max_batch_tokens
     assert all(1 <= count <= plan.tokens_per_row for count in plan.decode_counts)
-    assert (plan.tokens_per_row > 1) == bool(plan.drafts) == bool(plan.decode_counts)
+    assert (plan.tokens_per_row > 1) == bool(plan.decode_counts)
     assert len(plan.prefill) <= scheduler.max_prefill_rows
 
     assert {preemption.request for preemption in plan.preempted}.isdisjoint(taking_part)

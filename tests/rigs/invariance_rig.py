@@ -106,14 +106,11 @@ class Forced(StepRig):
         for buffers in (self.inputs, self.drafts):
             buffers.begin_write()
         write_decode_rows(list(step.counts), self.null_row, self.input_arrays)
-        write_drafts(
-            [
-                self.sequences[row][done[row] + 1 : done[row] + count].tolist()
-                for row, count in step.counts.items()
-            ],
-            (),
-            self.draft_arrays,
-        )
+        drafts = [
+            self.sequences[row][done[row] + 1 : done[row] + count].tolist()
+            for row, count in step.counts.items()
+        ]
+        write_drafts([*step.counts.values()], drafts, (), self.draft_arrays)
         for buffers in (self.inputs, self.drafts):
             buffers.copy_to_device()
         for row in step.counts:

@@ -97,10 +97,12 @@ class Rig:
             self.runner.draft = OutputGuesses(VOCAB, known)
         elif tokens_per_row > 1:
             speculator = Guesses(lambda rows: range(2, tokens_per_row + 1), VOCAB, known)
+        times = None if step_budget is None else step_budget.times
         self.loop = StepLoop(
             self.scheduler,
             self.runner,  # type: ignore[arg-type]
             in_flight=in_flight,
+            times=speculator.times if isinstance(speculator, DeviceDrafts) else times,
             step_budget=step_budget,
             speculator=speculator,  # type: ignore[arg-type]
         )

@@ -10,7 +10,8 @@ from stepgraph.runtime import Engine
 from stepgraph.runtime.config import Speculation
 from stepgraph.runtime.request import Request
 from stepgraph.runtime.scheduling.plan import StepPlan
-from stepgraph.runtime.scheduling.speculator import BatchCosts, DrafterSpeculator, VerifyCosts
+from stepgraph.runtime.scheduling.speculator import DrafterSpeculator
+from stepgraph.runtime.scheduling.step_times import calibrate
 
 from .engine_rig import loop_of
 
@@ -26,6 +27,7 @@ class Guesses:
 
     waits = False
     proposes = 0
+    unread = ()
     accepted_by_position = ()
 
     def __init__(
@@ -36,7 +38,7 @@ class Guesses:
         self._vocab, self._known, self._right = vocab, known, right
         self._rng = random.Random(vocab)
 
-    def begin_plan(self) -> None:
+    def begin_plan(self, requests: object) -> None:
         pass
 
     def propose(self, requests: Sequence[Request]) -> list[list[int]]:
@@ -55,11 +57,11 @@ class Guesses:
     def prompt_drafts(self, chunks: object) -> int:
         return 0
 
-    def launched(self, plan: StepPlan, started_ns: int) -> None:
+    def launched(self, plan: StepPlan) -> None:
         assert (plan.tokens_per_row > 1) == bool(plan.drafts)
         assert plan.tokens_per_row in (1, *self.sizes(len(plan.decode) or 1))
 
-    def committed(self, plan: StepPlan, advanced: list[int] | None, arrived_ns: int) -> None:
+    def committed(self, plan: StepPlan, advanced: list[int] | None, seconds: float) -> None:
         assert (advanced is None) == (not plan.drafts)
         for drafts, count in zip(plan.drafts, advanced or (), strict=True):
             self.accepted += count - 1
@@ -73,8 +75,14 @@ class DeviceDrafts(DrafterSpeculator):
     """The speculator of an engine with a drafter, which verifies and proposes by chance."""
 
     def __init__(self, tokens_per_row: int, max_num_seqs: int, *, is_async_device: bool) -> None:
-        seconds = {(max_num_seqs, n): 1.0 for n in range(1, 1 + tokens_per_row)}
-        costs = VerifyCosts(Buckets([max_num_seqs]), seconds)
+        times = calibrate(
+            lambda point: 1.0,
+            rows=Buckets([max_num_seqs]),
+            reach=lambda context: context,
+            context=1,
+            useful_seconds=1.0,
+            verifying=lambda rows: range(2, 1 + tokens_per_row),
+        )
         super().__init__(
             Speculation(
                 method="eagle3",
@@ -83,8 +91,7 @@ class DeviceDrafts(DrafterSpeculator):
                 adaptive=False,
             ),
             lambda rows: range(2, 1 + tokens_per_row),
-            BatchCosts(costs, costs),
-            lambda rows: 1.0,
+            times,
             is_async_device=is_async_device,
         )
         self.steady = False
@@ -96,9 +103,11 @@ class DeviceDrafts(DrafterSpeculator):
         if self.steady or draw < 0.6:
             return drafts
         if draw < 0.7:  # a decode step
-            self.begin_plan()
+            self.begin_plan(requests)
         if draw < 0.8:
+            self.unread = ()
             return ()
+        self.unread = [self._rng.randrange(1 + count) for count in self.unread]
         return [own[: self._rng.randrange(1 + len(own))] for own in drafts]
 
 

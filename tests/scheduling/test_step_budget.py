@@ -11,12 +11,8 @@ from stepgraph.graphs.buckets import Buckets
 from stepgraph.runtime.request import Request
 from stepgraph.runtime.sampling_params import SamplingParams
 from stepgraph.runtime.scheduling.plan import RowSpan, StepPlan
-from stepgraph.runtime.scheduling.step_budget import (
-    SHARE_AFTER,
-    PhaseCosts,
-    StepBudget,
-    StepCosts,
-)
+from stepgraph.runtime.scheduling.step_budget import StepBudget
+from stepgraph.runtime.scheduling.step_times import SHARE_AFTER, PhaseTimes, StepTimes
 
 from ..rigs.request_rig import make_request
 from ..rigs.scheduler_rig import Rig
@@ -24,19 +20,24 @@ from ..rigs.scheduler_rig import Rig
 SMALLEST = 4
 
 
-def costs_of(
+def times_of(
     *, base: float = 1e-3, token: float = 1e-4, position: float = 1e-6, largest: int = 32
-) -> StepCosts:
+) -> StepTimes:
     """A decode step takes `base` seconds, each prompt token `token` and each position more."""
     tokens = Buckets([SMALLEST, *range(8, largest, 4), largest])
     rows = Buckets([1, 4, 8])
-    decode = PhaseCosts(rows, [base] * len(rows), position, 10)
-    prefill = PhaseCosts(tokens, [token * size for size in tokens], position, 10)
-    return StepCosts((decode, decode.copy()), (prefill, prefill.copy()), lambda context: context)
+
+    def decode() -> PhaseTimes:
+        return PhaseTimes(rows, [base] * len(rows), position, 10)
+
+    def prefill() -> PhaseTimes:
+        return PhaseTimes(tokens, [token * size for size in tokens], position, 10)
+
+    return StepTimes((decode(), decode()), lambda context: context, prefill=(prefill(), prefill()))
 
 
-def budget_of(max_itl_ms: float, **costs: float) -> StepBudget:
-    return StepBudget(max_itl_ms, costs_of(**costs))  # type: ignore[arg-type]
+def budget_of(max_itl_ms: float, **times: float) -> StepBudget:
+    return StepBudget(max_itl_ms, times_of(**times))  # type: ignore[arg-type]
 
 
 def request_of(num_computed: int = 0, *, sampled: bool = False) -> Request:
@@ -63,7 +64,7 @@ def chunk_of(budget: StepBudget, **requests: bool) -> int:
 def learn(budget: StepBudget, seconds: float, *plans: StepPlan, times: int = 1) -> None:
     for _ in range(times):
         for plan in plans:
-            budget.learn(plan, seconds)
+            budget.times.learn(plan, seconds)
 
 
 def with_chunk(plan: StepPlan, request: Request, start: int, count: int) -> StepPlan:
@@ -86,10 +87,10 @@ def test_a_chunk_is_the_largest_that_fits(max_itl_ms, rows, context, start, data
         assert count >= min(asked, SMALLEST) or not first
         if count and not (first and budget.stats()["forced"]):
             fitting = with_chunk(plan, request, start, count)
-            assert budget.predict(fitting) <= max_itl_ms / 1e3 + 1e-12
+            assert budget.times.predict(fitting) <= max_itl_ms / 1e3 + 1e-12
         if count < asked and not budget.stats()["forced"]:
             larger = with_chunk(plan, request, start, count + 1)
-            assert budget.predict(larger) > max_itl_ms / 1e3 - 1e-12
+            assert budget.times.predict(larger) > max_itl_ms / 1e3 - 1e-12
         if not count:
             break
         plan = with_chunk(plan, request, start, count)
@@ -110,48 +111,39 @@ def test_one_outlier_moves_next_to_nothing(seconds, decodes, prefills) -> None:
     plan = decoding() if decodes else StepPlan()
     if prefills:
         plan = with_chunk(plan, request_of(), 40, 16)
-    before = budget.predict(plan)
-    budget.learn(plan, seconds)
-    assert 0.9 * before - 1e-9 <= budget.predict(plan) <= 1.11 * before
+    before = budget.times.predict(plan)
+    budget.times.learn(plan, seconds)
+    assert 0.9 * before - 1e-9 <= budget.times.predict(plan) <= 1.11 * before
 
 
 def test_steps_that_only_decode_teach_the_decode_step() -> None:
     budget = budget_of(5.0, position=0.0)
-    prefill = budget.costs.prefill[False].seconds
+    assert budget.times.prefill is not None
+    prefill = budget.times.prefill[False].seconds
     learn(budget, 2e-3, decoding(), times=100)
-    assert budget.predict(decoding()) == pytest.approx(2e-3, rel=0.01)
-    assert budget.costs.prefill[False].seconds == prefill
-    decode = budget.predict(decoding())
+    assert budget.times.predict(decoding()) == pytest.approx(2e-3, rel=0.01)
+    assert budget.times.prefill[False].seconds == prefill
+    decode = budget.times.predict(decoding())
     for _ in range(100):
         learn(budget, 6e-3, mixed())
         learn(budget, decode, decoding())
-    assert budget.predict(mixed()) == pytest.approx(6e-3, rel=0.01)
-    assert budget.predict(decoding()) == pytest.approx(decode)
+    assert budget.times.predict(mixed()) == pytest.approx(6e-3, rel=0.01)
+    assert budget.times.predict(decoding()) == pytest.approx(decode)
 
 
 def test_where_no_step_only_decodes_each_part_learns_its_share() -> None:
     """Else what decoding more costs than it did would be taken for the cost of prompts."""
     budget = budget_of(50.0, base=3e-3, position=0.0)  # mixed: 3 ms and 1.6
     learn(budget, 5e-3, mixed(), times=SHARE_AFTER)
-    assert budget.predict(decoding()) == 3e-3
-    before = budget.predict(mixed())
+    assert budget.times.predict(decoding()) == 3e-3
+    before = budget.times.predict(mixed())
     learn(budget, 9.2e-3, mixed(), times=300)
-    assert budget.predict(mixed()) == pytest.approx(9.2e-3, rel=0.01)
-    assert budget.predict(decoding()) == pytest.approx(3e-3 * 9.2e-3 / before, rel=0.02)
-    learn(budget, budget.predict(decoding()), decoding())
-    decode = budget.predict(decoding())
+    assert budget.times.predict(mixed()) == pytest.approx(9.2e-3, rel=0.01)
+    assert budget.times.predict(decoding()) == pytest.approx(3e-3 * 9.2e-3 / before, rel=0.02)
+    learn(budget, budget.times.predict(decoding()), decoding())
+    decode = budget.times.predict(decoding())
     learn(budget, 20e-3, mixed())
-    assert budget.predict(decoding()) == decode
-
-
-def test_a_step_begins_when_the_one_before_it_has_ended() -> None:
-    """On an asynchronous device a step is launched before the last one is read."""
-    budget = budget_of(5.0, position=0.0)
-    learned: list[int] = []
-    budget.learn = lambda plan, seconds: learned.append(round(seconds * 1e9))  # type: ignore[method-assign]
-    for launched, arrived in ((1000, 3000), (1500, 4200), (9000, 9900)):
-        budget.observe(decoding(), launched, arrived)
-    assert learned == [2000, 1200, 900]
+    assert budget.times.predict(decoding()) == decode
 
 
 @settings(deadline=None, max_examples=60)
@@ -175,7 +167,7 @@ def test_everybody_is_served_and_decoding_never_waits(
         given_count = fit(plan, request, start, count)
         if plan.decode and given_count and budget.stats()["forced"] == forced:
             chosen = with_chunk(plan, request, start, given_count)
-            assert budget.predict(chosen) <= max_itl_ms / 1e3 + 1e-12
+            assert budget.times.predict(chosen) <= max_itl_ms / 1e3 + 1e-12
         return given_count
 
     budget.fit = watched  # type: ignore[method-assign]

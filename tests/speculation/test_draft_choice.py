@@ -23,11 +23,11 @@ from stepgraph.runtime.scheduling.speculator import (
     LARGEST_DELAY,
     LEAST_GAIN,
     LOOKUP_PRICE,
-    BatchCosts,
     LookupSpeculator,
     Speculator,
-    VerifyCosts,
+    choose_drafts,
 )
+from stepgraph.runtime.scheduling.step_times import DraftTimes, PhaseTimes, StepTimes
 from stepgraph.runtime.speculation.request_drafter import (
     AHEAD,
     LOOKUP_RATES,
@@ -43,36 +43,62 @@ ROWS = Buckets([1, 8])
 SIZES = (1, 2, 3, 5)
 
 
-def costs(
-    *, padded: bool = True, slope: float | None = None, decode_seconds: float = 1.0
-) -> VerifyCosts:
-    """Time of a draft of each row, in decode steps: 0.1 for one row and 0.8 for 8, or `slope`."""
-    slopes = {1: slope or 0.1, 8: slope or 0.8}
-    times = {
-        (rows, n): decode_seconds * (1 + slopes[rows] * (n - 1)) for rows in slopes for n in SIZES
-    }
-    return VerifyCosts(ROWS, times, padded=padded)
+def choose(
+    chances: Sequence[Sequence[float]], *, padded: bool = True, slope: float | None = None
+) -> list[int]:
+    """Choose the drafts of 1 to 8 rows.
+
+    A draft of each row takes 0.1 decode steps for one row and 0.8 for 8, or `slope`.
+    """
+    size = 1 if len(chances) == 1 else 8
+    multiples = {n: 1 + (slope or 0.1 * size) * (n - 1) for n in SIZES}
+    return choose_drafts(chances, DraftTimes(size, multiples, padded=padded))
+
+
+def step_times(
+    multiples: Mapping[int, Mapping[int, float]], *, decode: float = 1.0, padded: bool = True
+) -> StepTimes:
+    """Times by rows and tokens per row, in decode steps that take `decode` seconds."""
+    rows = Buckets(multiples)
+
+    def phase() -> PhaseTimes:
+        return PhaseTimes(rows, [decode] * len(rows), 0.0, 1)
+
+    drafts = [[DraftTimes(size, multiples[size], padded=padded) for size in rows] for _ in range(2)]
+    return StepTimes((phase(), phase()), lambda context: context, drafts=drafts)
 
 
 def lookup(
-    *, is_async_device: bool = False, times: BatchCosts | None = None, **fields: Any
+    *, is_async_device: bool = False, decode: float = 1.0, **fields: Any
 ) -> LookupSpeculator:
-    times = times or BatchCosts(costs(), costs())
+    times = step_times(
+        {size: {n: 1 + 0.1 * size * (n - 1) for n in SIZES} for size in (1, 8)}, decode=decode
+    )
     return LookupSpeculator(
         Speculation(**fields), lambda rows: SIZES[1:], times, is_async_device=is_async_device
     )
 
 
+def step(speculator: Speculator, plan: StepPlan, seconds: float, *advanced: int) -> None:
+    """Launch and commit a step, and learn from its time."""
+    plan.timed = 1
+    speculator.launched(plan)
+    speculator.committed(plan, advanced or None, seconds)
+    if plan.timed:
+        speculator.times.learn(plan, seconds)
+
+
 def test_the_gain_decides() -> None:
     sure, unlikely = [1.0, 1.0, 1.0, 1.0], [0.08, 0.01, 0.0, 0.0]
-    for choose in (costs().choose, costs(padded=False).choose):
-        assert choose([sure]) == [4]
-        assert choose([unlikely]) == [0]
-        assert choose([[]]) == [0]
-        assert choose([[0.9, 0.05, 0.05, 0.05]]) == [1]
-        assert choose([sure] * 8) == [4] * 8
-        assert choose([[0.7, 0.5, 0.3, 0.2]] * 8) == [0] * 8  # for one row it would pay
-        assert choose([[0.7, 0.5, 0.3, 0.2]])[0] > 0
+    for padded in (True, False):
+        assert choose([sure], padded=padded) == [4]
+        assert choose([unlikely], padded=padded) == [0]
+        assert choose([[]], padded=padded) == [0]
+        assert choose([[0.9, 0.05, 0.05, 0.05]], padded=padded) == [1]
+        assert choose([sure] * 8, padded=padded) == [4] * 8
+        # For one row it would pay.
+        assert choose([[0.7, 0.5, 0.3, 0.2]] * 8, padded=padded) == [0] * 8
+        assert choose([[0.7, 0.5, 0.3, 0.2]], padded=padded)[0] > 0
 
 
 @given(
@@ -95,7 +121,7 @@ def test_no_other_drafts_gain_more(chances: list[list[float]], slope: float) -> 
     def gain(counts: Sequence[int]) -> float:
         return -sum(map(math.log, per_token(counts))) / rows
 
-    found = costs(padded=False, slope=slope).choose(chances)
+    found = choose(chances, padded=False, slope=slope)
     best = max(itertools.product(*(range(len(own) + 1) for own in chances)), key=gain)
     if any(found):
         assert gain(found) == pytest.approx(gain(best), abs=1e-9)
@@ -108,9 +134,9 @@ def test_no_other_drafts_gain_more(chances: list[list[float]], slope: float) -> 
 def test_rows_do_not_wait_for_a_few(padded: bool, slope: float) -> None:
     """Two of eight rows get 4 or 5 tokens in 1.3 times the time: for the others, it is too long."""
     some, all_rows = [[1.0] * 4] * 2 + [[]] * 6, [[1.0] * 4] * 8
-    assert not any(costs(padded=padded, slope=slope).choose(some))
-    assert any(costs(padded=padded, slope=slope / 1.5).choose(some))
-    assert all(costs(padded=padded, slope=slope).choose(all_rows))
+    assert not any(choose(some, padded=padded, slope=slope))
+    assert any(choose(some, padded=padded, slope=slope / 1.5))
+    assert all(choose(all_rows, padded=padded, slope=slope))
 
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=120), st.data())
@@ -144,23 +170,20 @@ def test_a_draft_is_followed_while_it_is_right(tokens: list[int], data: st.DataO
 
 def test_lookups_in_vain_take_a_small_share_of_the_time() -> None:
     """Rows that repeat nothing are looked at seldom; when they begin to repeat, they soon draft."""
-    step_ns, known = 10**6, costs(decode_seconds=1e-3)
-    speculator = lookup(times=BatchCosts(known, known))
-    requests, now = [row([n]) for n in range(8)], 1
+    step_ns, speculator = 10**6, lookup(decode=1e-3)
+    requests = [row([n]) for n in range(8)]
     rng, looked_ns, drafted_at = random.Random(0), 0.0, None
-    for step in range(1000):
+    for number in range(1000):
         plan = StepPlan(decode=requests)
         drafts = speculator.propose(requests)
         looked_ns += min(speculator._lookup_ns, LARGEST_DELAY * step_ns)
         if drafts and any(drafts):
-            drafted_at = step
+            drafted_at = number
             break
-        speculator.launched(plan, now)
-        now += step_ns + speculator._lookup_ns
-        speculator.committed(plan, None, now)
+        step(speculator, plan, step_ns / 1e9)
         for request in requests:
-            request.append_token(step % 5 if step >= 800 else rng.randrange(10**6), now)
-        if step == 800:
+            request.append_token(number % 5 if number >= 800 else rng.randrange(10**6), 0)
+        if number == 800:
             steps = speculator.first_credit + LARGEST_DELAY * LOOKUP_PRICE + speculator.share * 800
             assert looked_ns < steps * step_ns / LOOKUP_PRICE
     assert drafted_at is not None
@@ -172,7 +195,7 @@ def test_prompts_are_indexed_with_their_chunks() -> None:
     request = row([n % 9 for n in range(1000)])
     for start in (0, 600):
         chunk = RowSpan(request, 0, start, 600 if start == 0 else 400, samples=start > 0)
-        speculator.launched(StepPlan(prefill=[chunk]), 1)
+        speculator.launched(StepPlan(prefill=[chunk]))
         assert request.drafter is not None
         assert request.drafter.seen == chunk.start + chunk.count
         assert request.drafter.draft is None
@@ -194,14 +217,14 @@ def test_rows_share_the_tokens_that_a_step_indexes() -> None:
 
 def test_a_verify_step_that_was_taken_for_too_slow_is_tried_again() -> None:
     seconds = {1: 1.0, 2: 1.1, 5: 1.4}
-    slow = VerifyCosts(Buckets([1]), {(1, 1): 1.0, (1, 2): 1.1, (1, 5): 9.0})
+    requests, slow = [row([1])], step_times({1: {1: 1.0, 2: 1.1, 5: 9.0}})
     chosen = []
     for _ in range(20_000):
-        chosen.append(1 + slow.choose([[0.9] * 4])[0])
-        if chosen[-1] == 1:
-            slow.observe_decode(1, 1.0)
-        else:
-            slow.observe(1, chosen[-1], chosen[-1], seconds[chosen[-1]])
+        count = 1 + choose_drafts([[0.9] * 4], slow.with_drafts(requests))[0]
+        counts = [count] if count > 1 else []
+        plan = StepPlan(decode=requests, decode_counts=counts, tokens_per_row=count, timed=1)
+        slow.learn(plan, seconds[count])
+        chosen.append(count)
     assert 5 not in chosen[:100]
     assert chosen[-1000:].count(5) > 900
 
@@ -228,14 +251,13 @@ def serve(
     seconds: Mapping[int, float],
     *,
     right: float = 0.0,
-    began: float = 0.0,
 ) -> Served:
     """Decode a request up to the end of `output`.
 
     Steps take `seconds` by tokens per row, or 0.1 less if they verify nothing but propose. Proposed
     tokens are 1 by a chance of `right`, and 0 otherwise.
     """
-    rng, now, steps, proposing = random.Random(0), began, 0, 0
+    rng, total, steps, proposing = random.Random(0), 0.0, 0, 0
     while request.num_output < len(output):
         plan = StepPlan(decode=[request])
         drafts = speculator.propose([request])
@@ -246,18 +268,17 @@ def serve(
             plan.drafts, plan.decode_counts = drafts, [1 + len(drafts[0])]
             plan.tokens_per_row = next(n for n in speculator.sizes(1) if n > len(drafts[0]))
             accepted = [*map(eq, drafts[0], following), False].index(False)
-        speculator.launched(plan, round(now * 1e9))
         only_proposes = plan.proposes and not plan.drafts
-        now += seconds[2] - 0.1 if only_proposes else seconds[plan.tokens_per_row]
-        advanced = [accepted + 1] if plan.drafts else None
-        speculator.committed(plan, advanced, round(now * 1e9))
+        took = seconds[2] - 0.1 if only_proposes else seconds[plan.tokens_per_row]
+        step(speculator, plan, took, *([accepted + 1] if plan.drafts else ()))
+        total += took
         for token in following[: accepted + 1]:
             request.append_token(token, 0)
         if plan.proposes:
             tokens = [int(rng.random() < right) for _ in range(proposed)]
             speculator.received([Proposed(request, 10**6, tokens, [right] * proposed)])
         steps, proposing = steps + 1, proposing + (plan.proposes > 0)
-    return Served(proposing, steps, now - began)
+    return Served(proposing, steps, total)
 
 
 def served(guessable: bool, *, is_async_device: bool = False) -> tuple[LookupSpeculator, float]:

@@ -8,44 +8,35 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from stepgraph.graphs.buckets import Buckets
 from stepgraph.runtime.config import Speculation
-from stepgraph.runtime.request import DRAFT_ON_DEVICE, Request
+from stepgraph.runtime.request import Request
 from stepgraph.runtime.scheduling.plan import Proposed, RowSpan, StepPlan
-from stepgraph.runtime.scheduling.speculator import (
-    BatchCosts,
-    DrafterSpeculator,
-    VerifyCosts,
-)
+from stepgraph.runtime.scheduling.speculator import DrafterSpeculator
 from stepgraph.runtime.speculation.request_drafter import (
     PROBABILITY_RATES,
     Acceptance,
     probability_class,
 )
 
-from .test_draft_choice import Served, row, serve
+from .test_draft_choice import Served, row, serve, step, step_times
 
 DRAFTS = 3
-SECONDS = {(1, 1): 1.0, (1, 2): 1.5, (1, 3): 1.6, (1, 4): 1.7}
+PROPOSING = {1: 1.4, 2: 1.5, 3: 1.6, 4: 1.7}
+"""Seconds of steps that propose, by tokens per row. A decode step takes 1 s."""
 
 
 def make(*, adaptive: bool = True, is_async_device: bool = False) -> DrafterSpeculator:
-    costs = BatchCosts(*(VerifyCosts(Buckets([1]), SECONDS) for _ in range(2)))
     return DrafterSpeculator(
         Speculation(method="eagle3", model="x", num_speculative_tokens=DRAFTS, adaptive=adaptive),
         lambda rows: (2, 3, 4) if rows == 1 else (),
-        costs,
-        lambda rows: 1.4,
+        step_times({1: PROPOSING}),
         is_async_device=is_async_device,
     )
 
 
-def decode(
-    speculator: DrafterSpeculator, request: Request, right: float, tokens: int, began: float = 0.0
-) -> Served:
+def decode(speculator: DrafterSpeculator, request: Request, right: float, tokens: int) -> Served:
     """Decode a row whose drafts are right by chance, with probabilities that say so."""
-    seconds = {n: time for (_, n), time in SECONDS.items()}
-    return serve(speculator, request, [1] * tokens, seconds, right=right, began=began)
+    return serve(speculator, request, [1] * tokens, PROPOSING | {1: 1.0}, right=right)
 
 
 @pytest.mark.parametrize("is_async_device", [False, True])
@@ -81,8 +72,7 @@ def prefill(speculator: DrafterSpeculator, request: Request, chance: float, toke
     """A step that ends a prompt, whose next tokens are 1; perhaps with drafts of another one."""
     chunk = RowSpan(request, 0, 0, 3, samples=True)
     plan = StepPlan(prefill=[chunk], prompt_drafts=speculator.prompt_drafts([chunk]))
-    speculator.launched(plan, 0)
-    speculator.committed(plan, None, 0)
+    step(speculator, plan, 1.0)
     request.append_token(1, 0)
     if plan.prompt_drafts:
         speculator.received([Proposed(request, 10**6, [token] * DRAFTS, [chance] * DRAFTS)])
@@ -90,22 +80,23 @@ def prefill(speculator: DrafterSpeculator, request: Request, chance: float, toke
 
 def test_drafts_after_a_prompt_end_a_rest() -> None:
     speculator = make()
-    now = decode(speculator, row([1, 2, 3]), 0.02, 1000).seconds
+    decode(speculator, row([1, 2, 3]), 0.02, 1000)
     request = row([1, 2, 3])
     prefill(speculator, request, 0.9, 1)
-    served = decode(speculator, request, 0.9, 100, now)
+    served = decode(speculator, request, 0.9, 100)
     assert served.proposing > 0.9 * served.steps
 
 
 def test_drafts_after_prompts_lose_little_at_rest() -> None:
     """Which the drafter takes for right, though they never are."""
     speculator = make()
-    began = now = decode(speculator, row([1, 2, 3]), 0.02, 1000).seconds
+    decode(speculator, row([1, 2, 3]), 0.02, 1000)
+    seconds = 0.0
     for _ in range(200):
         request = row([1, 2, 3])
         prefill(speculator, request, 0.9, 7)
-        now += decode(speculator, request, 0.02, 21, now).seconds
-    assert now - began < 4000 * 1.01
+        seconds += decode(speculator, request, 0.02, 21).seconds
+    assert seconds < 4000 * 1.01
 
 
 @pytest.mark.parametrize("every", [1, 2, 4, 30])
@@ -113,15 +104,13 @@ def test_a_rest_ends_while_others_prefill(every: int) -> None:
     """Each so many steps have a chunk of a prompt too; such steps do not pay for a trial."""
     speculator, request, other = make(), row([1, 2, 3]), row([1, 2, 3])
     decode(speculator, request, 0.02, 1000)
-    began, now = speculator.stats()["proposing_steps"], 10**13
-    for step in range(4000):
+    began = speculator.stats()["proposing_steps"]
+    for number in range(4000):
         speculator.propose([request])
         plan = StepPlan(decode=[request], proposes=speculator.proposes)
-        if step % every == 0:
-            plan.prefill = [RowSpan(other, 1, step, 1, samples=False)]
-        speculator.launched(plan, now)
-        now += 14 * 10**8 if plan.proposes else 10**9
-        speculator.committed(plan, None, now)
+        if number % every == 0:
+            plan.prefill = [RowSpan(other, 1, number, 1, samples=False)]
+        step(speculator, plan, 1.4 if plan.proposes else 1.0)
     trials = speculator.stats()["proposing_steps"] - began
     assert trials == 0 if every == 1 else 1 <= trials <= 30
 
@@ -131,8 +120,7 @@ def test_forced_tokens_do_not_wait_for_decode_steps_to_be_timed() -> None:
     speculator, request = make(), row([1, 2, 3])
     while speculator.propose([request]) or speculator.proposes:
         plan = StepPlan(decode=[request], proposes=speculator.proposes)
-        speculator.launched(plan, 0)
-        speculator.committed(plan, None, 10**9)
+        step(speculator, plan, 1.0)
     follows: Any = row([1, 2, 3])
     follows.matcher = SimpleNamespace(drafts=lambda request, tokens: ([5, 6, 7], True))
     for _ in range(3):
@@ -154,14 +142,11 @@ def test_drafts_without_slots_or_of_an_old_position_are_dropped() -> None:
 @pytest.mark.parametrize("padded", [False, True])
 def test_steps_of_more_rows_verify_fewer_drafts(padded: bool) -> None:
     """Drafts that were proposed in steps of fewer rows, or that a grammar forces."""
-    buckets = Buckets([1, 4])
-    seconds = {(rows, n): 1.0 + 0.001 * rows * n for rows in (1, 4) for n in (1, 2, 3, 4)}
-    costs = BatchCosts(*(VerifyCosts(buckets, seconds, padded=padded) for _ in range(2)))
+    seconds = {rows: {n: 1.0 + 0.001 * rows * n for n in (1, 2, 3, 4)} for rows in (1, 4)}
     speculator = DrafterSpeculator(
         Speculation(method="eagle3", model="x", num_speculative_tokens=DRAFTS),
         lambda rows: (2, 3, 4) if rows == 1 else (2,),
-        costs,
-        lambda rows: 1.0,
+        step_times(seconds, padded=padded),
         is_async_device=False,
     )
     requests = [row([1, 2, 3]) for _ in range(3)]
@@ -180,29 +165,32 @@ def test_drafts_in_flight_are_verified_unseen() -> None:
     speculator, request = make(adaptive=False, is_async_device=True), row([1, 2, 3])
     request.num_pending = 1
     assert speculator.propose([request]) == ()
-    speculator.launched(StepPlan(decode=[request], proposes=DRAFTS), 0)
-    assert speculator.propose([request]) == [[DRAFT_ON_DEVICE] * DRAFTS]
-    speculator.launched(StepPlan(decode=[request]), 0)
+    assert not speculator.unread
+    speculator.launched(StepPlan(decode=[request], proposes=DRAFTS))
     assert speculator.propose([request]) == ()
+    assert speculator.unread == [DRAFTS]
+    speculator.launched(StepPlan(decode=[request]))
+    assert speculator.propose([request]) == ()
+    assert not speculator.unread
 
 
 def test_the_number_of_unseen_drafts_follows_their_acceptance() -> None:
     """The costs are those of one row: 0.5 decode steps for a draft, 0.1 for each more."""
     speculator, request = make(is_async_device=True), row([1, 2, 3])
 
-    def step(right: int, proposed: list[int]) -> int:
+    def decode_one(right: int, proposed: list[int]) -> int:
         """A step that samples `right` drafts and another token; drafts that the next verifies."""
-        speculator.launched(StepPlan(decode=[request], proposes=DRAFTS), 0)
+        speculator.launched(StepPlan(decode=[request], proposes=DRAFTS))
         for token in [1] * right + [2]:
             request.append_token(token, 0)
         speculator.received([Proposed(request, 10**6, proposed, [0.5] * DRAFTS)])
         request.num_pending = 1
-        drafts = speculator.propose([request])
+        speculator.propose([request])
         request.num_pending = 0
-        return len(drafts[0]) if drafts else 0
+        return speculator.unread[0] if speculator.unread else 0
 
     drafts = [1] * DRAFTS
-    counts = [step(right, drafts) for right in (0, *[3] * 12, *[0] * 40, *[1] * 40)]
+    counts = [decode_one(right, drafts) for right in (0, *[3] * 12, *[0] * 40, *[1] * 40)]
     assert counts[12] == DRAFTS
     assert counts[52] == 0
     assert counts[-1] == 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -256,9 +256,8 @@ def test_nothing_of_an_earlier_request_is_left_in_new_blocks(
 def let_drafts_take_long(engine: Engine, credit: float) -> None:
     """Let each verify step take 50 decode steps, as far as the speculator knows."""
     speculator: Any = loop_of(engine).speculator
-    for costs in (speculator.costs.greedy, speculator.costs.full):
-        for own in costs._times.values():
-            own.multiples[1:] = [50.0] * len(own.multiples[1:])
+    for own in chain(*speculator.times.drafts):
+        own.multiples[1:] = [50.0] * len(own.multiples[1:])
     speculator._credit = credit
 
 
