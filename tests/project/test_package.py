@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 import stepgraph
-from stepgraph import __main__ as command
 from stepgraph import runtime
-from stepgraph.__main__ import main
+from stepgraph.__main__ import COMMANDS
 
 from .test_imports import BLOCK_TORCH, run
 
@@ -26,53 +25,47 @@ def test_the_public_names_are_those_of_the_runtime() -> None:
         stepgraph.Engines  # noqa: B018
 
 
-def test_the_import_loads_no_torch() -> None:
+USAGE_ERRORS = (
+    *("--verbose bench", "bench --batch-size x", "bench --num-steps 400", "bench --no-such"),
+    *("explain", "explain step --batch 2", "explain memory --device-memory lots", "report"),
+    *("serve", "serve demo --max-num-seqs 0", "serve demo --dtype int3", "serve demo --port x"),
+    *("serve demo --ssl-certfile missing", "serve demo --speculation '{'", "serve demo --no-such"),
+    *("serve demo --port 99999", "serve demo --tenant-weights a", "serve demo --host ''"),
+    *("serve demo --max-queued-requests 0", ""),
+)
+HELP = ("--version", "--help", "explain memory --help", *(f"{name} --help" for name in COMMANDS))
+
+
+def test_import_help_and_usage_errors_load_no_torch() -> None:
+    """An error is one line with the name of the command."""
     run(
         BLOCK_TORCH
-        + "import stepgraph, stepgraph.__main__\n"
-        + "from stepgraph import profiling\n"
-        + "assert stepgraph.__version__ and 'Engine' in dir(stepgraph)\n"
-        + "assert not hasattr(stepgraph, 'no_such_name')\n"
-        + "for flag in ('--version', '--help'):\n"
-        + "    try: stepgraph.__main__.main([flag])\n"
-        + "    except SystemExit as end: assert end.code == 0\n"
-        + "assert not {'torch', 'numpy', 'stepgraph.runtime'} & {*sys.modules}, sys.modules\n"
+        + f"""
+import contextlib, io, shlex
+import stepgraph, stepgraph.__main__
+from stepgraph import profiling
+assert stepgraph.__version__ and "Engine" in dir(stepgraph)
+assert not hasattr(stepgraph, "no_such_name")
+sys.argv = ["stepgraph"]
+for line in {[*HELP, *USAGE_ERRORS]}:
+    if line == "explain memory --help":
+        assert not {{"numpy", "stepgraph.runtime"}} & sys.modules.keys(), sys.modules
+    out, err, words = io.StringIO(), io.StringIO(), shlex.split(line)
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            status = stepgraph.__main__.main(words)
+        except SystemExit as end:
+            status = end.code
+    command = " ".join(["stepgraph", *words[:1]]) if words and words[0][0] != "-" else "stepgraph"
+    if line in {HELP}:
+        assert (status, err.getvalue()) == (0, ""), line
+        assert line == "--version" or out.getvalue().startswith("usage: " + command + " "), line
+    else:
+        assert (status, out.getvalue(), err.getvalue().count("\\n")) == (2, "", 1), (line, status)
+        assert err.getvalue().startswith(command) and ": error: " in err.getvalue(), line
+    assert not {{"torch", "numpy"}} & sys.modules.keys(), line
+"""
     )
-
-
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        ([], "stepgraph: error: the following arguments are required: COMMAND"),
-        (["--verbose", "bench"], "stepgraph: error: unrecognized arguments: --verbose"),
-        (["explain"], "stepgraph explain: error: the following arguments are required: TOPIC"),
-        (
-            ["explain", "step", "--batch", "2"],
-            "stepgraph explain: error: unrecognized arguments: --batch 2",
-        ),
-        (["report"], "stepgraph report: error: the following arguments are required: TRACE"),
-    ],
-)
-def test_a_usage_error_is_one_line(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], line: str
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(arguments)
-    assert ended.value.code == 2
-    assert capsys.readouterr() == ("", f"{line}\n")
-
-
-@pytest.mark.parametrize("name", command.COMMANDS)
-def test_every_command_has_help(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
-) -> None:
-    monkeypatch.setattr("sys.argv", ["stepgraph"])
-    with pytest.raises(SystemExit) as ended:
-        main([name, "--help"])
-    assert ended.value.code == 0
-    out, err = capsys.readouterr()
-    assert out.startswith(f"usage: stepgraph {name} ")
-    assert err == ""
 
 
 def fake_torch(folder: Path) -> dict[str, str]:

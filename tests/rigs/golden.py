@@ -12,6 +12,7 @@ difference ends with status 1, unless `ALLOWED` has a reason for it.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fnmatch
 import itertools
 import json
@@ -23,11 +24,14 @@ import sys
 import tempfile
 import tomllib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import transformers
+from stepgraph.runtime.bench.workload import interleave
 from transformers import GenerationConfig
 
 from . import mtp_models
@@ -35,26 +39,13 @@ from .golden_probes import HOST_ROWS, STEP_POINTS, VOCAB_SIZE
 from .tiny_models import BASE, VARIANTS, byte_level_tokenizer, random_model
 
 ROOT = Path(__file__).resolve().parents[2]
-SIDES = ("base", "head")
-
-
-class Allowed(NamedTuple):
-    """A difference that is known."""
-
-    cases: str
-    """Pattern of cases, such as `gemma*/compile/torch/*` or `memory/*`."""
-    reason: str
-    """Why the results differ."""
-
-
-ALLOWED = (
-    Allowed("*/schema", "outputs of JSON schemas no longer have line breaks or several spaces"),
-    Allowed(
-        "memory/*",
-        "token masks are on by default on a CPU, and prompt scores are stored like sampled tokens:"
-        " the plan counts both",
-    ),
-)
+MOST_RATIO = 1.02
+ALLOWED = {
+    "*/schema": "outputs of JSON schemas no longer have line breaks or several spaces",
+    "memory/*": "token masks are on by default on a CPU, and prompt scores are stored like sampled"
+    " tokens: the plan counts both",
+}
+"""Known differences: a pattern of cases, such as `gemma*/compile/torch/*`, and why they differ."""
 
 EOS_TOKEN_IDS = [13, 22]
 UNCHANGED = (
@@ -134,9 +125,6 @@ MEMORY_PLANS = {
 }
 
 
-MOST_RATIO = 1.02
-
-
 def write_models(models: Path) -> None:
     """Write the models of `FAMILIES` and one whose steps are mostly host time, from a seed."""
     transformers.utils.logging.set_verbosity_error()
@@ -164,16 +152,14 @@ class Tree(NamedTuple):
     @classmethod
     def make(cls, revision: str, work: Path, side: str) -> Tree:
         """Export a commit, or take a directory as it is."""
-        source = Path(revision).resolve()
+        source, links = Path(revision).resolve(), work / f"{side}-links"
         if not source.is_dir():
             source = work / side
             shutil.rmtree(source, ignore_errors=True)
             source.mkdir()
-            archive = subprocess.run(
-                ["git", "-C", str(ROOT), "archive", revision], capture_output=True, check=True
-            )
-            subprocess.run(["tar", "-x", "-C", str(source)], input=archive.stdout, check=True)
-        links = work / f"{side}-links"
+            export = ["git", "-C", str(ROOT), "archive", revision]
+            archive = subprocess.run(export, capture_output=True, check=True).stdout
+            subprocess.run(["tar", "-x", "-C", str(source)], input=archive, check=True)
         shutil.rmtree(links, ignore_errors=True)
         package = links / "stepgraph"
         package.mkdir(parents=True)
@@ -188,26 +174,29 @@ class Tree(NamedTuple):
         return cls(source, links)
 
     def start(self, probe: str, models: Path) -> subprocess.Popen[str]:
-        """Start a probe."""
+        """Start a probe, which reads lines and answers each with one."""
         program = Path(__file__).with_name("golden_probes.py")
-        environment = os.environ | {"PYTHONPATH": str(self.links)}
-        if probe in ("outputs", "host"):
-            environment["OMP_NUM_THREADS"] = "1"
+        threads = {"OMP_NUM_THREADS": "1"} if probe in ("outputs", "host") else {}
         return subprocess.Popen(
             [sys.executable, program, probe, models, self.source],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=environment,
+            env=os.environ | {"PYTHONPATH": str(self.links)} | threads,
             cwd=self.links,
             text=True,
         )
 
 
-def results(process: subprocess.Popen[str], cases: Iterable[str]) -> dict[str, Any]:
-    """Return what a probe prints for each case, a line each."""
-    printed, _ = process.communicate()
-    ended = {"crashed": f"the probe ended with status {process.returncode}"}
-    return dict.fromkeys(cases, ended) | dict(map(json.loads, printed.splitlines()))
+def ask(probe: subprocess.Popen[str], question: object) -> Any:
+    """Return the answer of a probe. Raises `RuntimeError` if it has ended."""
+    assert probe.stdin is not None
+    assert probe.stdout is not None
+    with contextlib.suppress(BrokenPipeError):
+        probe.stdin.write(json.dumps(question) + "\n")
+        probe.stdin.flush()
+        if line := probe.stdout.readline():
+            return json.loads(line)
+    raise RuntimeError(f"the probe ended with status {probe.wait()}")
 
 
 def token_cases(quick: bool, chosen: str) -> dict[str, dict[str, Any]]:
@@ -228,185 +217,96 @@ def token_cases(quick: bool, chosen: str) -> dict[str, dict[str, Any]]:
     return found
 
 
-class Verdict(NamedTuple):
-    """The comparison of a case."""
-
-    case: str
-    result: str
-    """`equal`, `refused` (by both), `allowed` or `different`."""
-    detail: str = ""
-
-
-def compare_case(case: str, base: Any, head: Any) -> Verdict:
-    """Compare what the two trees computed."""
-    crashed = [
-        f"{side}: {r['crashed']}"
-        for side, r in zip(SIDES, (base, head), strict=True)
-        if "crashed" in r
-    ]
-    if crashed:
-        return Verdict(case, "different", "; ".join(crashed))
-    if base == head:
-        return Verdict(case, "refused" if "refused" in base else "equal")
-    place, distance = difference(base, head)
-    detail = f"{place}; numbers differ by {distance:.2g}" if distance < float("inf") else place
-    for allowed in ALLOWED:
-        if fnmatch.fnmatch(case, allowed.cases):
-            return Verdict(case, "allowed", f"{allowed.reason} ({detail})")
-    return Verdict(case, "different", detail)
+def compare_case(case: str, base: Any, head: Any) -> tuple[str, str]:
+    """Return `equal`, `refused` (by both), `allowed` or `different`, and how results differ."""
+    crashed = [r["crashed"] for r in (base, head) if "crashed" in r]
+    if not crashed and base == head:
+        return "refused" if "refused" in base else "equal", ""
+    reasons = [why for pattern, why in ALLOWED.items() if fnmatch.fnmatch(case, pattern)]
+    if crashed or not reasons:
+        return "different", "; ".join(crashed) or difference(base, head)
+    return "allowed", f"{reasons[0]} ({difference(base, head)})"
 
 
-def difference(base: Any, head: Any, place: str = "") -> tuple[str, float]:
-    """Return where results differ first, and by how much; infinite if not in a number."""
-    if isinstance(base, float) and isinstance(head, float):
-        return place, abs(base - head)
-    pairs: list[tuple[str, Any, Any]] = []
-    if isinstance(base, dict) and isinstance(head, dict) and base.keys() == head.keys():
-        pairs = [(f"{place}.{key}", base[key], head[key]) for key in base]
-    elif isinstance(base, list) and isinstance(head, list) and len(base) == len(head):
-        pairs = [(f"{place}[{i}]", *pair) for i, pair in enumerate(zip(base, head, strict=True))]
-    if not pairs:
-        return f"{place}: {str(base)[:60]} → {str(head)[:60]}", float("inf")
-    found = [difference(b, h, where) for where, b, h in pairs if b != h]
-    return found[0][0], max(distance for _, distance in found)
+def difference(base: Any, head: Any) -> str:
+    """Return where results differ first, and by how much if they do in numbers only."""
+    before, after = dict(leaves(base)), dict(leaves(head))
+    changed = [key for key in before | after if before.get(key) != after.get(key)]
+    pairs = [(before.get(key), after.get(key)) for key in changed]
+    if all(isinstance(value, float) for pair in pairs for value in pair):
+        return f"{changed[0]}; numbers differ by {max(abs(a - b) for a, b in pairs):.2g}"
+    return f"{changed[0]}: {str(pairs[0][0])[:60]} → {str(pairs[0][1])[:60]}"
 
 
-def table(verdicts: Sequence[Verdict]) -> str:
-    """Return the counts of each family and the differences as text."""
-    columns = ("equal", "refused", "allowed", "different")
-    counts: dict[str, Counter[str]] = {}
-    for verdict in verdicts:
-        counts.setdefault(verdict.case.partition("/")[0], Counter())[verdict.result] += 1
-    counts["all"] = sum(counts.values(), Counter())
-    lines = [f"{'':18}" + "".join(f"{name:>11}" for name in columns)]
-    for family, count in counts.items():
-        verdict = "FAIL" if count["different"] else "pass"
-        lines.append(f"{family:18}" + "".join(f"{count[c]:11}" for c in columns) + f"   {verdict}")
-    found = [v for v in verdicts if v.detail]
-    return "\n".join([*lines, *(f"{v.result}: {v.case}: {v.detail}" for v in found)])
-
-
-class Timing(NamedTuple):
-    """Pairs of times of a point."""
-
-    point: str
-    unit: str
-    base: float
-    head: float
-    ratio: float
-    """The median of the ratios of the pairs."""
-    low: float
-    high: float
-    """The middle half of these ratios."""
-    pairs: int
-
-    @classmethod
-    def of(cls, point: str, unit: str, pairs: Sequence[Sequence[float]]) -> Timing:
-        """Summarise pairs of base and HEAD, in `unit`."""
-        ratios = [head / base for base, head in pairs]
-        low, middle, high = statistics.quantiles(ratios, n=4)
-        sides = [statistics.median(side) for side in zip(*pairs, strict=True)]
-        return cls(point, unit, *sides, middle, low, high, len(pairs))
-
-    def __str__(self) -> str:
-        verdict = f"beyond {MOST_RATIO}" if self.ratio > MOST_RATIO else ""
-        return (
-            f"{self.point:24}{self.base:10.2f}{self.head:10.2f} {self.unit:3}{self.ratio:8.3f}"
-            f"  {self.low:.3f} to {self.high:.3f}{self.pairs:5}  {verdict}".rstrip()
-        )
-
-
-def in_turns(number: int) -> tuple[int, int]:
-    """Return the order of the sides in a pair, which alternates."""
-    return (0, 1) if number % 2 == 0 else (1, 0)
-
-
-def measure_times(trees: Sequence[Tree], models: Path, pairs: int) -> list[Timing]:
-    """Time steps and starts; the sides alternate, each in a process of its own."""
-    found = []
-    for kind, points, scale, unit in (
-        ("steps", STEP_POINTS, 1e3, "ms"),
-        ("host", [(rows, 64) for rows in HOST_ROWS], 1e6, "µs"),
-    ):
-        servers = [tree.start(kind, models) for tree in trees]
-        for server in servers:
-            _answer(server)
-        for rows, context in points:
-            for server in servers:
-                _answer(server, f"begin {rows} {context}")
-            count = 8 if kind == "steps" else 20
-            medians = []
-            for number in range(pairs):
-                pair = [0.0, 0.0]
-                for side in in_turns(number):
-                    times = json.loads(_answer(servers[side], f"steps {count}"))
-                    pair[side] = scale * statistics.median(times)
-                medians.append(pair)
-            for server in servers:
-                _answer(server, "end")
-            found.append(Timing.of(f"{kind} {rows} x {context}", unit, medians))
-            print(found[-1], flush=True)
-        for server in servers:
-            server.communicate()
-    starts = []
-    for number in range(max(5, pairs // 3)):
-        pair = [0.0, 0.0]
-        for side in in_turns(number):
-            pair[side] = float(_answer(trees[side].start("start", models)))
-        starts.append(pair)
-    found.append(Timing.of("start demo", "s", starts))
-    print(found[-1], flush=True)
-    return found
-
-
-def _answer(server: subprocess.Popen[str], command: str = "") -> str:
-    assert server.stdin is not None
-    assert server.stdout is not None
-    if command:
-        server.stdin.write(command + "\n")
-        server.stdin.flush()
-    line = server.stdout.readline()
-    if not line:
-        raise RuntimeError(f"a probe ended with status {server.wait()}: {server.args}")
-    return line
-
-
-def compare(options: argparse.Namespace, work: Path) -> int:
-    """Compare the two trees; return the status."""
-    trees = [Tree.make(getattr(options, side), work, side) for side in SIDES]
-    models = work / "models"
-    if not models.exists():
-        partial = work / "models-partial"
-        shutil.rmtree(partial, ignore_errors=True)
-        write_models(partial)
-        partial.rename(models)
-    verdicts: list[Verdict] = []
-    timings: list[Timing] = []
-    if options.times:
-        print(f"{'':24}{'base':>10}{'HEAD':>10}{'':4}{'ratio':>8}  middle half{'n':>8}")
-        timings = measure_times(trees, models, options.pairs)
+def leaves(tree: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+    """Return the values within dictionaries and lists, with their places."""
+    if isinstance(tree, dict | list):
+        for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            yield from leaves(value, f"{place}.{key}")
     else:
-        plans = {c: f for c, f in MEMORY_PLANS.items() if fnmatch.fnmatch(c, options.cases)}
-        cases: dict[str, Any] = plans | token_cases(options.quick, options.cases)
-        running = [tree.start("outputs", models) for tree in trees]
-        for process in running:  # both are working before the first is read
-            assert process.stdin is not None
-            process.stdin.write(json.dumps(cases))
-            process.stdin.close()
-            process.stdin = None
-        base, head = (results(process, cases) for process in running)
-        verdicts = [compare_case(case, base[case], head[case]) for case in cases]
-        print(table(verdicts))
-    if options.output:
-        document = {
-            "base": options.base,
-            "head": options.head,
-            "cases": [verdict._asdict() for verdict in verdicts],
-            "times": [timing._asdict() for timing in timings],
-        }
-        options.output.write_text(json.dumps(document, indent=1) + "\n")
-    slower = any(timing.ratio > MOST_RATIO for timing in timings)
-    return int(slower or any(verdict.result == "different" for verdict in verdicts))
+        yield place, tree
+
+
+def compare_cases(trees: Sequence[Tree], models: Path, cases: Mapping[str, Any]) -> bool:
+    """Print the cases whose results are not equal; return whether all differences are allowed."""
+
+    def results(tree: Tree) -> dict[str, Any]:
+        probe, found = tree.start("outputs", models), {}
+        for case, given in cases.items():
+            try:
+                found[case] = ask(probe, [case, given])
+            except RuntimeError as error:
+                found[case] = {"crashed": str(error)}
+        return found
+
+    with ThreadPoolExecutor(len(trees)) as pool:
+        base, head = pool.map(results, trees)
+    verdicts = {case: compare_case(case, base[case], head[case]) for case in cases}
+    for case, (verdict, detail) in verdicts.items():
+        if detail:
+            print(f"{verdict}: {case}: {detail}")
+    counts = Counter(verdict for verdict, _ in verdicts.values())
+    print(f"{len(cases)} cases: {dict(counts)}")
+    return not counts["different"]
+
+
+def compare_times(trees: Sequence[Tree], models: Path, pairs: int) -> bool:
+    """Time steps and starts of both sides in turns; return whether HEAD is fast enough."""
+
+    def compare(point: str, unit: str, scale: float, *measures: Callable[[], float]) -> bool:
+        times: list[list[float]] = [[], []]
+        sides = zip(times, measures, strict=True)
+        interleave([lambda t=t, m=m: t.append(scale * m()) for t, m in sides], pairs)
+        ratios = [after / before for before, after in zip(*times, strict=True)]
+        low, ratio, high = statistics.quantiles(ratios, n=4)
+        base, head = map(statistics.median, times)
+        verdict = f"  beyond {MOST_RATIO}" if ratio > MOST_RATIO else ""
+        print(
+            f"{point:20}{base:10.2f}{head:10.2f} {unit:3}{ratio:8.3f}  {low:.3f} to {high:.3f}"
+            f"{verdict}",
+            flush=True,
+        )
+        return ratio <= MOST_RATIO
+
+    print(f"{'':20}{'base':>10}{'HEAD':>10}{'':4}{'ratio':>8}  middle half")
+    passed = []
+    for kind, points, unit, scale in (
+        ("steps", STEP_POINTS, "ms", 1e3),
+        ("host", [(rows, 64) for rows in HOST_ROWS], "µs", 1e6),
+    ):
+        probes = [tree.start(kind, models) for tree in trees]
+        for point in points:
+            asks = [partial(ask, probe, point) for probe in probes]
+            passed.append(compare(f"{kind} {point[0]} x {point[1]}", unit, scale, *asks))
+        for probe in probes:
+            probe.communicate()
+
+    def start(tree: Tree) -> float:
+        with tree.start("start", models) as probe:
+            return float(ask(probe, None))
+
+    starts = [partial(start, tree) for tree in trees]
+    return all([*passed, compare("start demo", "s", 1.0, *starts)])
 
 
 def main() -> int:
@@ -419,13 +319,22 @@ def main() -> int:
     parser.add_argument("--cases", default="*", help="a pattern, such as 'gemma*/eager/*'")
     parser.add_argument("--pairs", type=int, default=15, help="pairs of each time")
     parser.add_argument("--work", type=Path, help="folder to keep trees and models in")
-    parser.add_argument("--output", type=Path, help="write the result as JSON")
     options = parser.parse_args()
-    if options.work:
-        options.work.mkdir(parents=True, exist_ok=True)
-        return compare(options, options.work.resolve())
-    with tempfile.TemporaryDirectory() as scratch:
-        return compare(options, Path(scratch))
+    with contextlib.ExitStack() as stack:
+        work = options.work or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        work.mkdir(parents=True, exist_ok=True)
+        work = work.resolve()
+        trees = [Tree.make(getattr(options, side), work, side) for side in ("base", "head")]
+        if not (models := work / "models").exists():
+            partial_models = work / "models-partial"
+            shutil.rmtree(partial_models, ignore_errors=True)
+            write_models(partial_models)
+            partial_models.rename(models)
+        if options.times:
+            return int(not compare_times(trees, models, options.pairs))
+        plans = {c: f for c, f in MEMORY_PLANS.items() if fnmatch.fnmatch(c, options.cases)}
+        cases = plans | token_cases(options.quick, options.cases)
+        return int(not compare_cases(trees, models, cases))
 
 
 if __name__ == "__main__":

@@ -11,10 +11,11 @@ import json
 import os
 import random
 import re
+import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -133,56 +134,82 @@ def _exact_bytes() -> Iterator[None]:
             vars(sys.modules[name])["format_bytes"] = function
 
 
-def start_seconds(begin: float) -> float:
-    """Return the seconds to the first token of the demo model, since before the first import."""
-    from stepgraph import Engine, SamplingParams
+class Steps:
+    """Times steps of the preset, or (`host`) of a model whose steps are mostly host time."""
 
-    with Engine.from_pretrained("demo") as engine:
-        engine.generate([[1, 2, 3]], SamplingParams(max_tokens=1))
-        return time.perf_counter() - begin
+    def __init__(self, models: Path, kind: str) -> None:
+        from stepgraph import Engine, EngineConfig
+
+        host, points = kind == "host", STEP_POINTS
+        rows = max(HOST_ROWS) if host else max(rows for rows, _ in points)
+        limits: dict[str, Any] = {"max_num_seqs": rows, "max_model_len": 2048}
+        if host:
+            limits |= {"dtype": "float32", "threads": 1, "max_model_len": 1024}
+        config = EngineConfig(
+            device="cpu", mode="compile", memory_tokens=rows * 1024, prefix_cache=False, **limits
+        )
+        self.count = 20 if host else 8
+        self.point = (0, 0)
+        self.engine = Engine.from_pretrained(models / "host" if host else STEP_MODEL, config)
+
+    def seconds(self, rows: int, context: int) -> float:
+        """Return the median time of the next steps that decode such rows."""
+        if self.point != (rows, context):
+            self._begin(rows, context)
+        times = []
+        for _ in range(self.count):
+            begin = time.perf_counter()
+            self.engine.step()
+            times.append(time.perf_counter() - begin)
+        return statistics.median(times)
+
+    def _begin(self, rows: int, context: int) -> None:
+        from stepgraph import SamplingParams
+
+        for row in range(self.point[0]):
+            self.engine.abort(f"{row}")
+        while self.engine.has_unfinished():
+            self.engine.step()
+        self.point = (rows, context)
+        draws = random.Random(rows + context)
+        params = SamplingParams(max_tokens=900, temperature=0.0, ignore_eos=True)
+        for row in range(rows):
+            length = context - row % 16  # blocks begin in different steps
+            prompt = [draws.randrange(30) for _ in range(length)]
+            self.engine.add_request(prompt, params, f"{row}")
+        seen: Counter[str] = Counter()
+        while len(seen) < rows or min(seen.values()) < 3:
+            seen.update(output.request_id for output in self.engine.step())
 
 
-def serve_steps(models: Path, kind: str) -> None:
-    """Time steps on command: `begin ROWS CONTEXT`, `steps COUNT`, `end`; answer with a line."""
-    from stepgraph import Engine, EngineConfig, SamplingParams
+def answer_with(name: str, models: Path, begin: float) -> Callable[[Any], Any]:
+    """Return what a probe makes of a question. Of `start`: the seconds to the first token."""
+    if name in ("steps", "host"):
+        steps = Steps(models, name)
+        return lambda point: steps.seconds(*point)
+    if name == "start":
+        from stepgraph import Engine, SamplingParams
 
-    rows = max(HOST_ROWS) if kind == "host" else max(rows for rows, _ in STEP_POINTS)
-    limits: dict[str, Any] = {"max_num_seqs": rows, "max_model_len": 2048, "prefix_cache": False}
-    if kind == "host":
-        limits |= {"dtype": "float32", "threads": 1, "max_model_len": 1024}
-    config = EngineConfig(device="cpu", mode="compile", memory_tokens=rows * 1024, **limits)
-    source = str(models / "host") if kind == "host" else STEP_MODEL
-    with Engine.from_pretrained(source, config) as engine:
-        print("ready", flush=True)
-        for line in sys.stdin:
-            command, *numbers = line.split()
-            if command == "begin":
-                count, context = map(int, numbers)
-                draws = random.Random(count + context)
-                params = SamplingParams(max_tokens=900, temperature=0.0, ignore_eos=True)
-                for row in range(count):
-                    length = context - row % 16  # blocks begin in different steps
-                    prompt = [draws.randrange(30) for _ in range(length)]
-                    engine.add_request(prompt, params, f"{row}")
-                seen: Counter[str] = Counter()
-                while len(seen) < count or min(seen.values()) < 3:
-                    seen.update(output.request_id for output in engine.step())
-            if command == "end":
-                for row in range(count):
-                    engine.abort(f"{row}")
-                while engine.has_unfinished():
-                    engine.step()
-            times = []
-            for _ in range(int(numbers[0]) if command == "steps" else 0):
-                begin = time.perf_counter()
-                engine.step()
-                times.append(time.perf_counter() - begin)
-            print(json.dumps(times), flush=True)
+        with Engine.from_pretrained("demo") as engine:
+            engine.generate([[1, 2, 3]], SamplingParams(max_tokens=1))
+            seconds = time.perf_counter() - begin
+        return lambda _: seconds
+
+    def result(question: list[Any]) -> Any:
+        case, given = question
+        try:
+            if case.startswith("memory/"):
+                return memory_plan(case, given)
+            return outputs(models, case, given)
+        except Exception as error:  # is reported as a failure of the case
+            return {"crashed": repr(error)}
+
+    return result
 
 
 def run_probe(name: str, models: Path, tree: Path) -> None:
-    """Run a probe in this process, which imports the package of a tree; print the result."""
-    if name in ("start", "steps", "host"):
+    """Answer questions with the package of a tree, which this process imports, a line each."""
+    if name != "outputs":
         with contextlib.suppress(PermissionError):
             os.nice(-20)
     begin = time.perf_counter()
@@ -190,22 +217,11 @@ def run_probe(name: str, models: Path, tree: Path) -> None:
 
     found = Path(stepgraph.runtime.__file__).resolve()
     assert found.is_relative_to(tree.resolve()), f"{found} is not in {tree}"
-    if name in ("steps", "host"):
-        serve_steps(models, name)
-        return
-    if name == "start":
-        print(start_seconds(begin))
-        return
-    for case, given in json.load(sys.stdin).items():
+    answer, stdout = answer_with(name, models, begin), sys.stdout
+    for line in sys.stdin:
         with contextlib.redirect_stdout(sys.stderr):
-            try:
-                if case.startswith("memory/"):
-                    result: Any = memory_plan(case, given)
-                else:
-                    result = outputs(models, case, given)
-            except Exception as error:  # is reported as a failure of the case
-                result = {"crashed": repr(error)}
-        print(json.dumps([case, result]), flush=True)
+            found_answer = answer(json.loads(line))
+        print(json.dumps(found_answer), file=stdout, flush=True)
 
 
 if __name__ == "__main__":

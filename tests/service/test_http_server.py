@@ -35,7 +35,6 @@ from stepgraph.runtime.service.http.command import (
 from stepgraph.runtime.service.http.server import ThroughputLog
 from stepgraph.runtime.tools.arguments import config_of
 
-from ..project.test_imports import run as run_code
 from ..rigs.http_rig import COMPLETIONS, events_of
 from ..rigs.http_servers import HEADERS, KEY, SECONDS, Command, Threaded, body_of, request
 from ..rigs.service_rig import Rig as EngineRig
@@ -269,30 +268,6 @@ def test_a_connection_that_is_reset_is_no_error(
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
     wait_until(lambda: not threaded.running())
     assert not caplog.records
-
-
-USAGE_ERRORS = (
-    *("serve", "serve demo --max-num-seqs 0", "serve demo --dtype int3", "serve demo --port x"),
-    *("serve demo --ssl-certfile missing", "serve demo --speculation '{'", "serve demo --no-such"),
-    *("serve demo --port 99999", "serve demo --tenant-weights a", "serve demo --host ''"),
-    "serve demo --max-queued-requests 0",
-    *("bench --batch-size x", "bench --num-steps 400 --scenario steady", "bench --no-such"),
-    *("explain memory --device-memory lots", "explain", "report", "build-kernels --no-such"),
-)
-COMMANDS = ("serve", "bench", "explain", "explain memory", "report", "build-kernels")
-
-
-def test_help_and_usage_errors_load_neither_torch_nor_numpy() -> None:
-    lines = [*(f"{command} --help" for command in COMMANDS), *USAGE_ERRORS]
-    run_code(
-        "import shlex, sys\n"
-        "from stepgraph.__main__ import main\n"
-        f"for line in {lines!r}:\n"
-        "    try: status = main(shlex.split(line))\n"
-        "    except SystemExit as end: status = end.code\n"
-        "    assert status == (0 if '--help' in line else 2), (line, status)\n"
-        "    assert not {'torch', 'numpy'} & sys.modules.keys(), line\n"
-    )
 
 
 SLOW_IMPORT = """
