@@ -1,4 +1,4 @@
-"""Collectives of processes over shared memory, against sums in plain torch."""
+"""Collectives over shared memory against sums in plain torch, and those of process groups."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from stepgraph.runtime.distributed.rank_group import Link, RankGroup
 from stepgraph.runtime.distributed.shared_memory_collectives import SharedMemoryCollectives
-from stepgraph.runtime.errors import RankError
+from stepgraph.runtime.engine.rank_start import open_nccl
+from stepgraph.runtime.errors import KernelSelfTestError, RankError
 from stepgraph.runtime.kernels.ops.collectives import largest_of_ranks
 from torch import Tensor
 
-from ..rigs.forked_ranks import RankGroup, run_ranks
+from ..rigs.forked_ranks import ForkedGroup, ForkedRanks, run_ranks
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -115,7 +118,7 @@ def attempts(group: SharedMemoryCollectives) -> tuple[str, float, float]:
 
 
 def test_a_rank_that_stops_ends_the_others_in_time() -> None:
-    group = RankGroup(3)
+    group = ForkedGroup(3)
     group.start(attempts, timeout=1.0)
     time.sleep(0.3)
     os.kill(group.processes[1].pid, signal.SIGSTOP)
@@ -143,7 +146,7 @@ def test_a_group_that_is_stopped_and_continued_goes_on() -> None:
             group.all_reduce(torch.ones(4, 64))
         return index
 
-    group = RankGroup(2)
+    group = ForkedGroup(2)
     group.start(body, timeout=4.0)
     time.sleep(0.3)
     for process in group.processes:
@@ -169,7 +172,7 @@ def test_a_rank_with_another_operation_ends_the_group() -> None:
 
 
 def test_an_abort_from_outside_wakes_a_waiting_rank() -> None:
-    group = RankGroup(2)
+    group = ForkedGroup(2)
     group.start(lambda own: own.rank == 1 or attempts(own), timeout=60.0)
     time.sleep(0.3)
     began = time.monotonic()
@@ -177,3 +180,52 @@ def test_an_abort_from_outside_wakes_a_waiting_rank() -> None:
     (text, *_), _ = group.results()
     assert "rank 1 aborted the group" in text
     assert time.monotonic() - began < 5.0
+
+
+# Process groups: here gloo is NCCL ----------------------------------------------------------------
+
+
+CPU = torch.device("cpu")
+
+
+def on_ranks(body: Callable[[RankGroup], Any]) -> list[Any]:
+    """Return what two ranks return."""
+    links = Link.pair()
+
+    def run(rank: int) -> Any:
+        group = RankGroup(rank, 2, [links[rank]])
+        found = body(group)
+        group.exchange(None)
+        group.close()
+        return found
+
+    ranks = ForkedRanks()
+    ranks.fork(2, run)
+    return ranks.returned()
+
+
+def test_process_group_is_not_the_default_one() -> None:
+    def body(group: RankGroup) -> Any:
+        for _ in range(2):  # two engines, one after the other
+            collectives = open_nccl(group, CPU, 60.0)
+            total = collectives.all_reduce(torch.full((1, 3), 1.0 + group.rank)).tolist()
+            initialised = dist.is_initialized()
+            collectives.close()
+            collectives.close()
+        return total, initialised
+
+    assert on_ranks(body) == [([[3.0] * 3], False)] * 2
+
+
+def test_process_group_needs_all_of_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(group: RankGroup) -> Any:
+        if group.rank == 1:
+            monkeypatch.setattr(dist, "ProcessGroupGloo", None)
+        with pytest.raises(KernelSelfTestError) as found:
+            open_nccl(group, CPU, 0.3)
+        return str(found.value)
+
+    message, same = on_ranks(body)
+    assert message == same
+    assert "tensor_parallel=2" in message
+    assert "rank 1: TypeError" in message

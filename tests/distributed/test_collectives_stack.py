@@ -18,7 +18,7 @@ from stepgraph.runtime.kernels.ops.layer_plan import ModelPlan
 from stepgraph.runtime.kernels.ops.stack import stack_obstacle
 from stepgraph.runtime.models.sharding import shard_plan
 
-from ..rigs.forked_ranks import RankGroup, run_ranks
+from ..rigs.forked_ranks import ForkedGroup, run_ranks
 from ..rigs.rank_stacks import RankRig, bits
 from ..rigs.stack_plans import PlanRig, plans
 from ..rigs.stack_rig import CHUNKS, assert_agrees
@@ -107,7 +107,7 @@ def test_a_rank_that_dies_in_a_step_ends_the_others(plan: ModelPlan) -> None:
             except RankError:
                 return time.monotonic() - began
 
-    group = RankGroup(3, 1 << 18)
+    group = ForkedGroup(3, 1 << 18)
     group.start(body, timeout=1.0, threads=2)
     time.sleep(0.5)
     os.kill(group.processes[1].pid, signal.SIGKILL)

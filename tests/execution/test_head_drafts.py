@@ -18,10 +18,10 @@ from stepgraph.runtime.models.drafters.drafter import FollowedTokens
 from stepgraph.runtime.models.drafters.feature_head import Eagle3
 
 from ..rigs.drafter_rig import BLOCK_SIZE, CPU, GROUPS, LENGTH, DrafterRig, load_target
-from ..rigs.head_references import random_layer, write_head
+from ..rigs.head_references import random_layer, write_eagle3, write_head
 from ..rigs.thread_rig import kernel_threads
 from ..rigs.tiny_models import TinyModel
-from ..speculation.test_eagle3 import VARIANTS, write
+from ..speculation.test_drafters import EAGLE3_VARIANTS
 
 pytestmark = [
     pytest.mark.usefixtures("nan_in_new_memory"),
@@ -32,10 +32,10 @@ ROWS = 5
 
 
 def written(directory: Path, variant: str) -> Path:
-    """The checkpoint of a variant of `test_eagle3.py`, or of a head of two layers."""
+    """The checkpoint of a variant of `test_drafters.py`, or of a head of two layers."""
     if variant != "two layers":
-        return write(directory, **VARIANTS[variant])[0]
-    _, config, weights = write(directory, speculators=True, num_hidden_layers=2)
+        return write_eagle3(directory, **EAGLE3_VARIANTS[variant])[0]
+    _, config, weights = write_eagle3(directory, speculators=True, num_hidden_layers=2)
     second = random_layer(config, config["hidden_size"])
     stored: dict[str, Any] = json.loads((directory / "config.json").read_text())
     return write_head(
@@ -77,7 +77,7 @@ def step_of(rig: DrafterRig, seed: int) -> tuple[RowState, FollowedTokens, torch
 @pytest.mark.parametrize(
     ("variant", "dtype", "weights"),
     [
-        *((variant, torch.float32, MODEL) for variant in (*VARIANTS, "two layers")),
+        *((variant, torch.float32, MODEL) for variant in (*EAGLE3_VARIANTS, "two layers")),
         ("published", torch.bfloat16, MODEL),
         ("published", torch.bfloat16, INT8),
         ("shared modules", torch.bfloat16, INT8),

@@ -26,9 +26,9 @@ from stepgraph.runtime.tools.compile_ahead import record_steps
 
 from ..rigs.engine_rig import Open
 from ..rigs.expert_models import EXPERT_VARIANTS
+from ..rigs.head_references import write_eagle3
 from ..rigs.speculation_rig import guess
 from ..rigs.tiny_models import Tiny
-from ..speculation import test_eagle3
 from ..speculation.test_speculation import run_mixed
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -121,7 +121,7 @@ def test_drafts_and_masks_change_no_token(gpu_engine: Open, open_engine: Open) -
 def test_a_head_drafts_on_the_kernels(
     gpu_engine: Open, open_engine: Open, tiny: Tiny, tmp_path: Path
 ) -> None:
-    directory, *_ = test_eagle3.write(tmp_path / "drafter")
+    directory, *_ = write_eagle3(tmp_path / "drafter")
     speculation = {
         "method": "eagle3",
         "model": str(directory),

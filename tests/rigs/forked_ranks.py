@@ -86,7 +86,7 @@ def _run(body: Callable[[int], Any], rank: int, write: Connection) -> None:
     os._exit(0)  # the parent's exit handlers are not for this process
 
 
-class RankGroup(ForkedRanks):
+class ForkedGroup(ForkedRanks):
     """Processes of a group, with memory of their own; they exchange `part_bytes` at once."""
 
     def __init__(self, ranks: int, part_bytes: int = 1 << 16) -> None:
@@ -125,6 +125,6 @@ def run_ranks(
     threads: int = 1,
 ) -> list[Any]:
     """Return what `body` returns on each rank; raises what a rank raised."""
-    group = RankGroup(ranks, part_bytes)
+    group = ForkedGroup(ranks, part_bytes)
     group.start(body, threads=threads)
     return group.returned()

@@ -289,28 +289,6 @@ def crowded_rig(seed: int, windows: Windows, **options: Any) -> Rig:
     )
 
 
-def test_a_paused_request_frees_its_row_and_goes_on_with_the_same_tokens() -> None:
-    rig = Rig(max_num_seqs=1)
-    first, second = (rig.group(4, name=name, max_tokens=12) for name in "ab")
-    for group in (first, second):
-        rig.loop.requests.add(group)
-    for _ in range(3):
-        rig.loop.step()
-    rig.loop.requests.pause(first)
-    outputs = rig.loop.step()
-    paused_at = first.requests[0].num_output
-    assert first.requests[0].row is None
-    while not any(output.finished for output in outputs):  # the second one, alone
-        outputs = rig.loop.step()
-        rig.loop.check_integrity()
-    assert second.finished
-    assert first.requests[0].num_output == paused_at
-    assert rig.cache.pool.num_free == rig.cache.usable_blocks
-    rig.loop.requests.resume(first)
-    (last,) = (output for output in rig.drain() if output.finished)
-    rig.check_output(last, first.requests)
-
-
 CROWDS = [
     (WINDOWS[::2], False, 0, "decode", False),
     (WINDOWS[1::2], False, 1, "decode", False),

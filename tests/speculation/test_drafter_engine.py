@@ -15,10 +15,10 @@ from stepgraph.runtime.kernels import have_compiler
 
 from ..rigs.engine_rig import MIXED_PARAMS, Open, greedy, loop_of
 from ..rigs.fake_graphs import FakeGraphs, make_fake_graphs  # noqa: F401
+from ..rigs.head_references import write_dflash, write_eagle3
 from ..rigs.mtp_models import KINDS, write_predictable
 from ..rigs.structured_rig import GRAMMARS
 from ..rigs.tiny_models import Tiny, TinyModel
-from . import test_block_drafter, test_eagle3
 from .test_speculation import CASES, SIZES, run_mixed
 
 pytestmark = [
@@ -60,9 +60,9 @@ def speculation(
         del fields["model"]
         return directory, fields
     if method == "eagle3":
-        fields["model"] = str(test_eagle3.write(directory, **(SHARED if variant else {}))[0])
+        fields["model"] = str(write_eagle3(directory, **(SHARED if variant else {}))[0])
     elif method == "dflash":
-        fields["model"] = str(test_block_drafter.write(directory)[0])
+        fields["model"] = str(write_dflash(directory)[0])
     return base.directory, fields
 
 
