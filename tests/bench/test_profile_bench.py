@@ -7,7 +7,6 @@ import json
 import os
 import shlex
 import sys
-from importlib.util import find_spec
 
 import pytest
 from stepgraph.__main__ import main
@@ -45,7 +44,6 @@ def test_commands_of_nsys_are_printed(flags, what, capsys, tmp_path, monkeypatch
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.skipif(find_spec("nvtx") is None, reason="needs the package nvtx")
 def test_inside_nsys_the_window_is_around_the_steps(monkeypatch, tmp_path):
     """What the child does; the window ends where the trace of torch does, see below."""
     monkeypatch.chdir(tmp_path)

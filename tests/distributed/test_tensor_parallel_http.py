@@ -9,12 +9,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import pytest
-
-pytest.importorskip("httpx")
-pytest.importorskip("uvicorn")
-
 import httpx
+import pytest
 
 from ..rigs.http_rig import COMPLETIONS, events_of
 from ..rigs.http_servers import KEY, SECONDS, Command

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
-pytest.importorskip("msgspec")
-
 from hypothesis import given
 from hypothesis import strategies as st
 from stepgraph.runtime.detokenizer import IncrementalDetokenizer

@@ -22,9 +22,6 @@ from transformers import AutoTokenizer
 from ..rigs.engine_rig import greedy, opened
 from ..rigs.tiny_models import Tiny
 
-pytest.importorskip("jinja2")
-
-
 CHATML = """{{ bos_token }}{% for message in messages %}
 {%- if message['role'] not in ('system', 'user', 'assistant', 'tool') -%}
 {{ raise_exception('unknown role ' ~ message['role']) }}{% endif -%}

@@ -8,10 +8,6 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-
-pytest.importorskip("httpx")
-pytest.importorskip("uvicorn")
-
 from stepgraph.runtime import AsyncEngine, ConfigError, SamplingParams, ServiceConfig
 from stepgraph.runtime.service import app
 from stepgraph.runtime.service.http import exchange

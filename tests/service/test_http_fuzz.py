@@ -8,14 +8,9 @@ import re
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
-import pytest
-
-pytest.importorskip("httpx")
-pytest.importorskip("uvicorn")
-pytest.importorskip("jinja2")
-
 import httpx
 import msgspec
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from starlette.applications import Starlette

@@ -9,13 +9,9 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-import pytest
-
-pytest.importorskip("httpx")
-pytest.importorskip("uvicorn")
-
 import httpx
 import psutil
+import pytest
 from stepgraph.runtime import ServiceConfig
 from stepgraph.runtime.service.http import connection, exchange
 

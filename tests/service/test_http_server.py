@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-
-import pytest
-
-pytest.importorskip("httpx")
-pytest.importorskip("uvicorn")
-
-import logging
-import subprocess
-import sys
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import openai
+import pytest
 from stepgraph.runtime import ConfigError, EngineConfig, ServiceConfig
 from stepgraph.runtime.engine.engine_stats import EngineCounters
 from stepgraph.runtime.service.http import connection, server
@@ -54,7 +50,6 @@ def command() -> Iterator[Command]:
 
 
 def test_the_openai_client(command: Command) -> None:
-    openai = pytest.importorskip("openai")
     client = openai.OpenAI(base_url=f"{command.address}/v1", api_key=KEY, max_retries=0)
     assert [model.id for model in client.models.list()] == ["small"]
     body = {"model": "small", **BODY}

@@ -10,12 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-pytest.importorskip("httpx")
-pytest.importorskip("uvicorn")
-
 import jsonschema
+import pytest
 from stepgraph.runtime import AsyncEngine, SamplingParams
 from stepgraph.runtime.structured import compiler
 

@@ -8,11 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("httpx")
-pytest.importorskip("jinja2")
-pytest.importorskip("llguidance")
-
 import stepgraph.runtime.demo
 import torch
 from stepgraph.runtime import AsyncEngine

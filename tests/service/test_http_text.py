@@ -10,12 +10,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-
-pytest.importorskip("httpx")
-pytest.importorskip("jinja2")
-pytest.importorskip("llguidance")
-pytest.importorskip("uvicorn")
-
 from stepgraph.runtime import AsyncEngine, ChatPrompt, SamplingParams, ServiceConfig
 from stepgraph.runtime.service.http.output_parsers import make_output_parser
 

@@ -10,18 +10,21 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import prometheus_client
 import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanKind, StatusCode
+from prometheus_client.parser import text_string_to_metric_families
 from stepgraph.runtime import AsyncEngine, ChatPrompt, StepgraphError
 from stepgraph.runtime.errors import EngineFailedError, OverloadedError, RequestError
+from stepgraph.runtime.service.metrics import METRICS, EngineMetrics
 from stepgraph.runtime.service.request_handle import RequestRecord
 from stepgraph.runtime.service.tracing import trace_requests
 
 from ..rigs.fake_engine import fake_engine, params
 from ..rigs.service_rig import SECONDS, config, fail, listening, rig, wait_until
-
-prometheus = pytest.importorskip("prometheus_client")
-
-from stepgraph.runtime.service.metrics import METRICS, EngineMetrics  # noqa: E402
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -144,8 +147,6 @@ class Scrape:
     """Samples of a scrape by name, with the values of their labels."""
 
     def __init__(self, metrics: EngineMetrics) -> None:
-        from prometheus_client.parser import text_string_to_metric_families
-
         text, self.content_type = metrics.exposition()
         self.kinds: dict[str, str] = {}
         self.samples: dict[tuple[str, ...], float] = {}
@@ -263,7 +264,7 @@ def test_gauges_while_requests_wait() -> None:
 
 
 def test_names_kinds_and_labels() -> None:
-    before = {family.name for family in prometheus.REGISTRY.collect()}
+    before = {family.name for family in prometheus_client.REGISTRY.collect()}
     with AsyncEngine(fake_engine) as engine:
         metrics = EngineMetrics(engine, model_name="m", vllm_names=True)
         plain = EngineMetrics(engine)
@@ -284,7 +285,7 @@ def test_names_kinds_and_labels() -> None:
         assert "m" in labels
         if name.startswith("vllm:"):
             assert scrape.samples[name.replace("vllm:", "stepgraph:"), *labels] == value
-    assert {family.name for family in prometheus.REGISTRY.collect()} == before
+    assert {family.name for family in prometheus_client.REGISTRY.collect()} == before
     text, content_type = metrics.exposition("application/openmetrics-text; version=1.0.0")
     assert content_type.startswith("application/openmetrics-text")
     assert text.endswith(b"# EOF\n")
@@ -293,12 +294,6 @@ def test_names_kinds_and_labels() -> None:
 
 
 def test_a_span_for_each_request() -> None:
-    pytest.importorskip("opentelemetry.sdk")
-    from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-    from opentelemetry.trace import SpanKind, StatusCode
-
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     before = time.time_ns()
