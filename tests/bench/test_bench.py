@@ -16,7 +16,7 @@ import torch
 from stepgraph.profiling import atomic_write
 from stepgraph.profiling.atomic_write import check_writable, write_file
 from stepgraph.runtime import Engine, StepgraphError
-from stepgraph.runtime.bench import workload
+from stepgraph.runtime.bench import cli, workload
 from stepgraph.runtime.bench.results import report, table_rows
 from stepgraph.runtime.bench.serve import Status
 from stepgraph.runtime.bench.workload import (
@@ -29,6 +29,7 @@ from stepgraph.runtime.bench.workload import (
 
 from ..rigs.bench_rig import ROOT, measured, run_bench
 from ..rigs.engine_rig import opened, parts_of
+from ..rigs.tiny_models import TinyModel
 
 SMALL = "--batch-size 1 2 --input-len 24 --output-len 12 --num-warmup 0 --num-iters 1"
 ONE = "--mode eager --batch-size 1 --input-len 8 --output-len 3 --num-warmup 0 --num-iters 1"
@@ -216,3 +217,26 @@ def test_the_share_of_equal_tokens() -> None:
         equal_share([[1, 2]], [])
     with pytest.raises(ValueError, match="no token"):
         equal_share([], [])
+
+
+# Speculation --------------------------------------------------------------------------------------
+
+
+def test_run_compares_proposers(
+    base: TinyModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With two proposers of one name, as two heads have."""
+    monkeypatch.setattr("stepgraph.runtime.bench.speculation.PROMPT_TOKENS", 20)
+    flags = ["--speculate", "suffix:1", "suffix:1", "ngram:2", "--model", str(base.directory)]
+    small = "--batch-size 2 --kind random --num-iters 2 --output-len 4 --num-starts 2"
+    small += " --device cpu --dtype float32"
+    assert cli.main([*flags, *small.split()]) == 0
+    _, _, *lines = capsys.readouterr().out.splitlines()
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    assert [row[3] for row in cells] == ["suffix:1", "suffix:1", "ngram:2"]
+    assert all(row[-1] == "same" and 20 <= int(row[-2]) <= 24 for row in cells)  # 3 of 8 rows
+
+
+def test_model_without_a_tokenizer_is_refused(base: TinyModel) -> None:
+    flags = ["--speculate", "suffix", "--model", str(base.directory), "--kind", "edit"]
+    assert cli.main([*flags, "--batch-size", "1", "--output-len", "4"]) == 2

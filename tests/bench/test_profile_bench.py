@@ -15,9 +15,9 @@ from stepgraph.profiling.trace import read_trace
 from stepgraph.runtime import EngineConfig
 from stepgraph.runtime.bench import benchmark_run
 
+from ..profiling.test_ranges import Heard
 from ..rigs.bench_rig import run_bench
 from ..rigs.fake_graphs import make_fake_graphs  # noqa: F401
-from ..rigs.listeners import Heard
 
 CASE = "--mode eager --device cpu --input-len 8 --output-len 10 --num-warmup 0"
 

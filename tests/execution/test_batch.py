@@ -23,7 +23,7 @@ from stepgraph.runtime.execution.inputs import (
 from stepgraph.runtime.prompt_embeds import EmbeddedSpan, EncodedContent
 from stepgraph.runtime.scheduling.plan import RowSpan
 
-from ..rigs.request_rig import make_request
+from ..rigs.scheduler_rig import make_request
 
 POISON = -(2**40) - 7
 

@@ -16,7 +16,7 @@ from stepgraph.runtime.execution.token_masks import TokenMasks
 from stepgraph.runtime.request import Request
 from stepgraph.runtime.scheduling.plan import StepPlan
 
-from ..rigs.request_rig import make_request
+from ..rigs.scheduler_rig import make_request
 
 ROWS = 12
 

@@ -20,11 +20,27 @@ from stepgraph.profiling.nsys import CaptureWindowError, capture_window
 from stepgraph.profiling.ranges import NvtxTool, StepNumbers
 
 from ..rigs.engine_rig import Open, greedy, run
-from ..rigs.listeners import Heard
 
 PLAIN = sorted(ranges.PLAIN_RANGES)
 OF_STEPS = sorted(ranges.STEP_RANGES)
 int64 = st.integers(-(2**63), 2**63 - 1)
+
+
+class Heard:
+    """Every event in order: ("push", name, payload), ("pop",)."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[Any, ...]] = []
+
+    def push(self, name: str, payload: ranges.Payload) -> None:
+        self.events.append(("push", name, payload))
+
+    def pop(self) -> None:
+        self.events.append(("pop",))
+
+    def names(self, kind: str) -> list[str]:
+        """The names of all events of a kind, in order."""
+        return [event[1] for event in self.events if event[0] == kind]
 
 
 class ListenersComeAndGo(RuleBasedStateMachine):

@@ -5,105 +5,67 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 VOCAB_SIZE = 101
-HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 48, 4, 2, 16
-FEATURES, EXPERT_FEATURES = 80, 40
+HIDDEN, HEADS, HEAD_DIM, EXPERT_FEATURES = 48, 4, 16, 40
 
-_NAMES: tuple[tuple[Any, str], ...] = (
-    (
-        HIDDEN,
-        "hidden_size d_model n_embd dim_model emb_dim embedding_dim embedding_size"
-        " input_embedding_size word_embed_proj_dim lru_width",
-    ),
-    (HIDDEN + 8, "output_embedding_size"),
-    (
-        FEATURES,
-        "intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim n_inner dff ffn_hidden_size"
-        " dim_ff d_inner intermediate_size_mlp dense_intermediate_size"
-        " prefix_dense_intermediate_size",
-    ),
-    (
-        EXPERT_FEATURES,
-        "moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size"
-        " shared_intermediate_size moe_shared_expert_intermediate_size moe_latent_size",
-    ),
-    (
-        HEADS,
-        "num_attention_heads n_head n_heads num_heads decoder_attention_heads"
-        " encoder_attention_heads num_encoder_attention_heads attention_heads"
-        " num_decoder_attention_heads swa_num_attention_heads num_query_groups",
-    ),
-    (
-        KV_HEADS,
-        "num_key_value_heads num_kv_heads kv_n_heads swa_num_key_value_heads"
-        " num_global_key_value_heads",
-    ),
-    (
-        HEAD_DIM,
-        "head_dim kv_channels dim_head d_kv d_head global_head_dim swa_head_dim attention_head_dim"
-        " swa_v_head_dim",
-    ),
-    (
-        3,
-        "num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers"
-        " num_encoder_layers num_decoder_layers",
-    ),
-    (
-        VOCAB_SIZE,
-        "vocab_size decoder_vocab_size unpadded_vocab_size vocab_size_per_layer_input",
-    ),
-    (
-        128,
-        "max_position_embeddings n_positions n_ctx max_target_positions max_source_positions"
-        " context_length max_seq_len",
-    ),
-    (32, "original_max_position_embeddings"),
-    # Windows that the prompts exceed.
-    (7, "sliding_window window_size attention_window_size"),
-    (8, "local_attention attention_chunk_size sliding_window_size"),
-    (1, "max_window_layers"),
-    # Mixtures of experts.
-    (
-        8,
-        "num_experts num_local_experts n_routed_experts moe_num_experts moe_num_primary_experts",
-    ),
-    (
-        2,
-        "num_experts_per_tok moe_topk moe_k top_k_experts moe_top_k num_experts_per_token"
-        " topk_group",
-    ),
-    (4, "n_group num_expert_group"),
-    (1, "first_k_dense_replace"),
-    # Latent attention.
-    (20, "q_lora_rank"),
-    (18, "kv_lora_rank"),
-    (10, "qk_nope_head_dim"),
-    (6, "qk_rope_head_dim"),
-    (16, "qk_head_dim index_head_dim"),
-    (12, "v_head_dim hidden_size_per_layer_input"),
-    (2, "index_n_heads"),
-    (8, "index_topk"),
-    # Recurrent layers.
-    (8, "mamba_d_state state_size ssm_state_size mamba_chunk_size chunk_size"),
-    (6, "mamba_n_heads mamba_num_heads n_mamba_heads"),
-    (16, "mamba_d_head mamba_head_dim mamba_headdim"),
-    (2, "linear_num_key_heads"),
-    (4, "linear_num_value_heads time_step_rank"),
-    (8, "linear_key_head_dim linear_value_head_dim"),
-    # Rotations of a part of a head.
-    (8, "rotary_dim"),
-    (0.7, "logit_scale"),
-    # Soft caps that matter.
-    (3.0, "attn_logit_softcapping"),
-    (7.0, "final_logit_softcapping"),
-    (24, "query_pre_attn_scalar"),
-    (0, "pad_token_id"),
-    (1, "bos_token_id"),
-    (2, "eos_token_id"),
-)
-SIZES: dict[str, Any] = {name: value for value, names in _NAMES for name in names.split()}
+_NAMES = f"""
+{HIDDEN} hidden_size d_model n_embd dim_model emb_dim embedding_dim embedding_size lru_width
+{HIDDEN} input_embedding_size word_embed_proj_dim
+56 output_embedding_size
+80 intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim n_inner dff ffn_hidden_size dim_ff
+80 d_inner intermediate_size_mlp dense_intermediate_size prefix_dense_intermediate_size
+{EXPERT_FEATURES} moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size
+{EXPERT_FEATURES} shared_intermediate_size moe_shared_expert_intermediate_size moe_latent_size
+{HEADS} num_attention_heads n_head n_heads num_heads attention_heads num_query_groups
+{HEADS} decoder_attention_heads encoder_attention_heads num_encoder_attention_heads
+{HEADS} num_decoder_attention_heads swa_num_attention_heads
+2 num_key_value_heads num_kv_heads kv_n_heads swa_num_key_value_heads num_global_key_value_heads
+{HEAD_DIM} head_dim kv_channels dim_head d_kv d_head global_head_dim swa_head_dim
+{HEAD_DIM} attention_head_dim swa_v_head_dim
+3 num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers
+3 num_encoder_layers num_decoder_layers
+{VOCAB_SIZE} vocab_size decoder_vocab_size unpadded_vocab_size vocab_size_per_layer_input
+128 max_position_embeddings n_positions n_ctx max_target_positions max_source_positions
+128 context_length max_seq_len
+32 original_max_position_embeddings
+7 sliding_window window_size attention_window_size
+8 local_attention attention_chunk_size sliding_window_size
+1 max_window_layers
+8 num_experts num_local_experts n_routed_experts moe_num_experts moe_num_primary_experts
+2 num_experts_per_tok moe_topk moe_k top_k_experts moe_top_k num_experts_per_token topk_group
+4 n_group num_expert_group
+1 first_k_dense_replace
+20 q_lora_rank
+18 kv_lora_rank
+10 qk_nope_head_dim
+6 qk_rope_head_dim
+16 qk_head_dim index_head_dim
+12 v_head_dim hidden_size_per_layer_input
+2 index_n_heads
+8 index_topk
+8 mamba_d_state state_size ssm_state_size mamba_chunk_size chunk_size
+6 mamba_n_heads mamba_num_heads n_mamba_heads
+16 mamba_d_head mamba_head_dim mamba_headdim
+2 linear_num_key_heads
+4 linear_num_value_heads time_step_rank
+8 linear_key_head_dim linear_value_head_dim rotary_dim
+0.7 logit_scale
+3.0 attn_logit_softcapping
+7.0 final_logit_softcapping
+24 query_pre_attn_scalar
+0 pad_token_id
+1 bos_token_id
+2 eos_token_id
+"""
+"""A value and the names that it has. Prompts exceed the windows, and soft caps matter."""
+SIZES: dict[str, Any] = {
+    name: json.loads(value)
+    for value, *names in map(str.split, _NAMES.strip().splitlines())
+    for name in names
+}
 """Values of fields by name, in a configuration and in those within it."""
 
 _HYBRID_GEMMA = {

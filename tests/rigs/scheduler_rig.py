@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from stepgraph.cache.blocks import PrefixHashes
@@ -26,6 +26,24 @@ from .speculation_rig import DeviceDrafts, Guesses, OutputGuesses
 
 MAX_LEN = 40
 """Tokens of the longest sequence, if the cache can hold it."""
+
+
+def make_request(prompt: Sequence[int], output: Sequence[int] = (), **fields: Any) -> Request:
+    """Return a request that has sampled `output`."""
+    options: dict[str, Any] = {
+        "id": "a/0",
+        "params": SamplingParams(),
+        "seed": 1,
+        "order": (0, 1),
+        "max_tokens": 64,
+        "stop_token_ids": frozenset(),
+        "detokenizer": None,
+        "arrival_ns": 0,
+    }
+    request = Request(prompt_ids=list(prompt), **(options | fields))
+    for token_id in output:
+        request.append_token(token_id, 0)
+    return request
 
 
 def groups_of(windows: Windows) -> tuple[LayerGroup, ...]:
@@ -135,16 +153,14 @@ class Rig:
         params = SamplingParams(max_tokens=max_tokens, min_tokens=min(min_tokens, max_tokens), n=n)
         name = name or f"request-{self.arrivals}"
         requests = [
-            Request(
+            make_request(
+                prompt,
                 id=f"{name}/{index}",
-                prompt_ids=prompt,
                 params=params,
                 seed=rng.getrandbits(32),
                 order=(priority, self.arrivals * 1000 + index),
                 max_tokens=max_tokens,
                 stop_token_ids=frozenset(stop),
-                detokenizer=None,
-                arrival_ns=0,
                 prefix_hashes=PrefixHashes(self.cache.block_size, salt, ropes.variant(prompt_len))
                 if self.prefix
                 else None,

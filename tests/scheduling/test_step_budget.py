@@ -14,8 +14,7 @@ from stepgraph.runtime.scheduling.plan import RowSpan, StepPlan
 from stepgraph.runtime.scheduling.step_budget import StepBudget
 from stepgraph.runtime.scheduling.step_times import SHARE_AFTER, PhaseTimes, StepTimes
 
-from ..rigs.request_rig import make_request
-from ..rigs.scheduler_rig import Rig
+from ..rigs.scheduler_rig import Rig, make_request
 
 SMALLEST = 4
 

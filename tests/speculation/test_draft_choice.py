@@ -37,7 +37,7 @@ from stepgraph.runtime.speculation.request_drafter import (
     SuffixIndex,
 )
 
-from ..rigs.request_rig import make_request
+from ..rigs.scheduler_rig import make_request
 
 ROWS = Buckets([1, 8])
 SIZES = (1, 2, 3, 5)

@@ -12,7 +12,7 @@ from stepgraph.runtime.mask_words import MaskWords
 from stepgraph.runtime.structured.matcher import ListMatcher, TokenLists, word_tokens
 
 from ..loading.test_text_stream import make
-from ..rigs.request_rig import make_request
+from ..rigs.scheduler_rig import make_request
 from ..rigs.structured_rig import bits_of, masks_of
 
 TOKENS = st.integers(0, 5)

@@ -26,7 +26,7 @@ from stepgraph.runtime.structured import (
 from stepgraph.runtime.structured.compiler import GrammarCompiler
 from stepgraph.runtime.structured_output import StructuredOutput
 
-from ..rigs.request_rig import make_request
+from ..rigs.scheduler_rig import make_request
 from ..rigs.service_rig import wait_until
 from ..rigs.structured_rig import DEMO, bits_of, masks_of
 

@@ -6,7 +6,8 @@ import logging
 import math
 import re
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -22,11 +23,14 @@ from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.kernels import have_compiler
 from stepgraph.runtime.models.resolved_config import resolve_masks
 
-from ..rigs.engine_rig import Open, opened
+from ..execution.test_graph_mode import check_captured, open_both, open_captured  # noqa: F401
+from ..rigs.engine_rig import Open, opened, shown
+from ..rigs.fake_graphs import FakeGraphs, make_fake_graphs  # noqa: F401
 from ..rigs.structured_rig import (
     GRAMMARS,
     PROMPTS,
     ll_tokenizer,
+    mixed,
     reference,
     run_with_a_failing_grammar,
 )
@@ -199,3 +203,36 @@ def test_masks_are_off_by_default_where_they_cost_others(given: bool | None) -> 
     assert resolve_masks(config, cpu, "compile", "auto") is (given is not False)
     assert resolve_masks(config, cpu, "compile", "torch") is bool(given)
     assert resolve_masks(config, cuda, "graph", "native") is bool(given)
+
+
+# Captured steps on an asynchronous device ---------------------------------------------------------
+
+
+def test_captured_steps_with_masks(
+    open_both: Callable[..., tuple[Engine, Engine]],  # noqa: F811
+) -> None:
+    config = {"block_size": 4, "num_blocks": 25, "prefill_chunk": 8, "host_cache_bytes": 1 << 18}
+    captured, eager = open_both("text", structured_output=True, **config)
+    prompts, params = mixed()
+    assert shown(captured.generate(prompts, params)) == shown(eager.generate(prompts, params))
+    check_captured(captured)
+    captured.check_integrity()
+
+
+def test_one_step_stays_in_flight(
+    open_both: Callable[..., tuple[Engine, Engine]],  # noqa: F811
+    fake_graphs: FakeGraphs,
+) -> None:
+    captured, _ = open_both("text", structured_output=True)
+    captured.add_request(PROMPTS[0], SamplingParams(max_tokens=20, structured={"regex": "[a-z]*"}))
+    threads = set(threading.enumerate())
+    for _ in range(4):
+        captured.step()
+    started = {thread.name for thread in set(threading.enumerate()) - threads}
+    assert not any("masks" in name for name in started), "the host has nothing else to do"
+    del fake_graphs.log[:]
+    captured.step()
+    kinds = [entry[0] for entry in fake_graphs.log]
+    replays = [i for i, kind in enumerate(kinds) if kind == "replay"]
+    assert len(replays) == 2, fake_graphs.log
+    assert replays[0] < kinds.index("read") < replays[1], fake_graphs.log
