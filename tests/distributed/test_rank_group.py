@@ -15,7 +15,7 @@ from stepgraph.runtime.engine import startup
 from stepgraph.runtime.errors import CheckpointError, RankError
 from stepgraph.runtime.kernels.ops.collectives import CollectiveFailure
 
-from ..rigs.parallel_rig import wait_for
+from ..rigs.service_rig import wait_until
 
 LATE = "did not take part in an operation of the group within 3 s"
 KILLED = "process 7 was ended by SIGKILL"
@@ -66,7 +66,7 @@ class Rig:
         self.processes[rank - 1].status = 1
 
     def assert_ended(self, reason: str, kind: type[Exception] = RankError) -> None:
-        wait_for(lambda: self.group.failed)
+        wait_until(lambda: self.group.failed)
         with pytest.raises(kind) as found:
             self.group.check()
         assert str(found.value).startswith(reason)
@@ -130,7 +130,7 @@ def test_error_of_rank_0_ends_the_processes(make_rig: MakeRig) -> None:
     error = KeyError("step")
     assert rig.group.end(error) is error
     rig.assert_ended("rank 0: KeyError: 'step'")
-    wait_for(lambda: all(process.status == -9 for process in rig.processes))
+    wait_until(lambda: all(process.status == -9 for process in rig.processes))
 
 
 @pytest.mark.parametrize(("serves", "kind"), [(False, CheckpointError), (True, RankError)])

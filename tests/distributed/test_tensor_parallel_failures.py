@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 from stepgraph.runtime import (
@@ -27,7 +30,10 @@ from stepgraph.runtime import (
 )
 
 from ..rigs.engine_rig import greedy, loop_of
-from ..rigs.parallel_rig import PROMPTS, SIZES, children, opened, wait_for, wait_until_gone
+from ..rigs.http_rig import COMPLETIONS, events_of
+from ..rigs.http_servers import HEADERS, SECONDS, Command
+from ..rigs.parallel_rig import PROMPTS, SIZES, children, opened, ranks_of, wait_until_gone
+from ..rigs.service_rig import wait_until
 from ..rigs.tiny_models import TinyModel
 
 TIMEOUT = 3.0
@@ -85,7 +91,7 @@ def test_a_lost_rank_ends_the_engine(
         if not busy:
             thread.join()
             if "SIGKILL" in reason or "AttributeError" in reason:  # others: by the next step
-                wait_for(lambda: not engine.stats()["healthy"], BOUND)
+                wait_until(lambda: not engine.stats()["healthy"], BOUND)
         with pytest.raises(RankError, match=reason) as failed:
             generate_for_ever(engine)
         assert time.monotonic() - happened[0] < BOUND
@@ -230,7 +236,7 @@ def test_a_rank_that_finds_another_checkpoint(base: TinyModel, tmp_path: Path) -
     moved.symlink_to(base.directory)
 
     def remove() -> None:
-        wait_for(lambda: bool(children()), 60)
+        wait_until(lambda: bool(children()), 60)
         moved.unlink()
 
     removed = threading.Thread(target=remove)
@@ -239,3 +245,60 @@ def test_a_rank_that_finds_another_checkpoint(base: TinyModel, tmp_path: Path) -
         Engine.from_pretrained(moved, EngineConfig(**fields))
     removed.join()
     assert not children()
+
+
+# The OpenAI server over an engine of several processes --------------------------------------------
+
+
+BODY: dict[str, Any] = {"prompt": "def main(", "temperature": 0.0, "ignore_eos": True}
+
+
+@pytest.fixture
+def command() -> Iterator[Command]:
+    command = Command(
+        *("demo", "--port", "0", "--mode", "eager", "--tensor-parallel", "2"),
+        *("--rank-timeout", "5"),
+    )
+    command.wait_ready()
+    yield command
+    if command.process.poll() is None:
+        command.stop()
+
+
+def complete(command: Command, max_tokens: int = 8, **fields: Any) -> httpx.Response:
+    body = BODY | {"max_tokens": max_tokens} | fields
+    return httpx.post(
+        f"{command.address}{COMPLETIONS}", json=body, headers=HEADERS, timeout=SECONDS
+    )
+
+
+def text_of(response: httpx.Response) -> str:
+    assert response.status_code == 200, response.text
+    return str(response.json()["choices"][0]["text"])
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_under_load(command: Command) -> None:
+    (rank,) = ranks_of(command.process.pid)
+    expected = text_of(complete(command))
+    *chunks, last = events_of(complete(command, stream=True).text)
+    assert last == "[DONE]"
+    texts = [json.loads(chunk)["choices"][0]["text"] for chunk in chunks]
+    assert "".join(texts) == expected
+    with ThreadPoolExecutor(2) as pool:
+        answers = [pool.submit(complete, command, 400, stream=s) for s in (False, True)]
+        time.sleep(0.2)
+        rank.kill()
+        assert all("error" in answer.result(SECONDS).text for answer in answers)
+    assert command.process.wait(SECONDS) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_all_processes(command: Command, number: signal.Signals) -> None:
+    ranks = ranks_of(command.process.pid)
+    assert len(ranks) == 1
+    text_of(complete(command))
+    status, errors = command.stop(number)
+    assert status == 0, errors
+    wait_until_gone(ranks, SECONDS)

@@ -23,6 +23,8 @@ from stepgraph.runtime import (
     SamplingParams,
 )
 
+from ..loading.test_prompt_types import Raises
+
 HUGE = 10**5000
 """An integer that Python refuses to print."""
 NOT_TEXT = [None, True, 7, -1, HUGE, 1.5, math.nan, b"x", [1], {1: 2}, {1}, torch.zeros(2)]
@@ -33,6 +35,7 @@ NO_FUNCTION = [None, 7, math.nan, "len", b"", [len], {}]
 NO_PROMPT = [None, True, 7, 1.5, b"x", [], [None], [-1], [HUGE], [1.5], [True], {1: 2}, {1}]
 NO_PROMPT += ["", "\ud800", torch.zeros(2), ChatPrompt(None), ChatPrompt([]), ChatPrompt([{}])]  # type: ignore[arg-type]
 NO_PROMPT += [PromptEmbeds(None), PromptEmbeds([1], None), PromptEmbeds([1], [7])]  # type: ignore[arg-type, list-item]
+NO_PROMPTS = [None, 5, 2.5, {}, object, [True], [-1], np.array([1.5]), np.array(3)]
 NO_SALT = [True, 7, HUGE, 1.5, "", "\ud800", b"x", [1], "x" * 300]
 NO_PARAMS = [True, 7, "x", {}, {"max_tokens": 3}, torch.zeros(2), EngineConfig()]
 NO_PRIORITY = [None, True, 1.5, math.nan, "1", [1], 1 << 63, -HUGE]
@@ -45,6 +48,7 @@ Call = Callable[[Any, Any], Any]
 """A method of an engine with one wrong argument; or a coroutine of it."""
 FIELDS: dict[str, set[str | None]] = {
     "prompt": {"prompt", "messages", "spans"},
+    "prompts": {"prompts", "prompt"},
     "token_ids": {"prompt", "token_ids"},
     "source": {None},
 }
@@ -64,7 +68,11 @@ TABLE: dict[str, tuple[list[Any], Call]] = {
         [v for v in NO_PROMPT if v != [] and type(v) is not int],  # [7] is one prompt
         lambda e, v: e.generate([v], GREEDY),
     ),
-    "generate params": (NO_PARAMS, lambda e, v: e.generate([[1]], v)),
+    "generate prompts": (NO_PROMPTS, lambda e, v: e.generate(v, GREEDY)),
+    "generate params": (
+        [*NO_PARAMS, Raises(), [7], [Raises()]],
+        lambda e, v: e.generate([[1]], v),
+    ),
     "chat messages": ([None, 7, "hi", [], [7], [[]], [{}]], lambda e, v: e.chat(v, GREEDY)),
     "chat continue_final_message": (
         [None, 7, 1.5, [1], torch.zeros(2)],

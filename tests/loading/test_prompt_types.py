@@ -6,7 +6,6 @@ import array
 import collections
 import json
 import shutil
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -111,22 +110,6 @@ def test_no_prompt_harms_the_others(engine: Engine) -> None:
     for output in outputs[1:-1]:
         assert type(output.error) is RequestError
         assert len(str(output.error)) < 600
-
-
-@pytest.mark.parametrize(
-    "prompts", [5, None, {}, 2.5, object, [True], [-1], np.array([1.5]), np.array(3)], ids=repr
-)
-def test_what_is_no_prompt_raises(engine: Engine, prompts: Any) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with pytest.raises(RequestError):
-            engine.generate(prompts, GREEDY)
-
-
-def test_parameters_of_other_types(engine: Engine) -> None:
-    for params in (7, Raises(), [7], [Raises()]):
-        with pytest.raises(RequestError):
-            engine.generate([GOOD], params)  # type: ignore[arg-type]
 
 
 def test_long_lists_are_cheap_to_refuse(engine: Engine) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from stepgraph.runtime import Engine
 from stepgraph.runtime.distributed.rank_group import WORKER
 
 from . import engine_rig
+from .service_rig import wait_until
 
 SIZES: dict[str, Any] = {
     "device": "cpu",
@@ -50,16 +49,9 @@ def ranks_of(process: int) -> list[psutil.Process]:
     return found
 
 
-def wait_for(condition: Callable[[], object], seconds: float = 30.0) -> None:
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until, f"not within {seconds} s"
-        time.sleep(0.02)
-
-
 def wait_until_gone(processes: list[psutil.Process], seconds: float) -> None:
     """Wait for the end of processes, which may not be children of this one."""
-    wait_for(
+    wait_until(
         lambda: all(not p.is_running() or p.status() == psutil.STATUS_ZOMBIE for p in processes),
         seconds,
     )

@@ -28,11 +28,11 @@ WEIGHTS = {"a": 1.0, "b": 2.5, "c": 0.5}
 """Of tenants."""
 
 
-def wait_until(condition: Callable[[], Any]) -> None:
-    """Wait until another thread makes a condition true."""
-    end = time.monotonic() + SECONDS
+def wait_until(condition: Callable[[], Any], seconds: float = SECONDS) -> None:
+    """Wait until another thread or process makes a condition true."""
+    end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end
+        assert time.monotonic() < end, f"not within {seconds} s"
         time.sleep(0.001)
 
 
