@@ -91,7 +91,11 @@ def step_bytes(
             }
             yield from (StepBytes(name, found[name]) for name in fused.operations)
             return
-        parts = [part for part in vars(fused).values() if isinstance(part, Operation)]
+        parts = [
+            part
+            for field, part in vars(fused).items()
+            if isinstance(part, Operation) and field != "output"  # the next kernel reads it
+        ]
         states = [state for part in parts for state in part.states]
         cache = rows * arena.bytes_read(group_layers(states), context) if states else 0
         yield StepBytes(

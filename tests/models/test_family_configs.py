@@ -238,8 +238,8 @@ LINEAR = {"rope_type": "linear", "factor": 4}
         ("gpt_oss", {"swiglu_limit": None}),
         ("gpt_oss", {"quantization_config": {"quant_method": "hqq"}}),
         ("gpt_oss", {"quantization_config": "mxfp4"}),
-        ("mixtral", {"quantization_config": {"quant_method": "mxfp4"}}),
-        ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}),
+        ("mixtral", {"quantization_config": {"quant_method": "torchao"}}),
+        ("deepseek_v3", {"quantization_config": {"quant_method": "quark"}}),
     ],
     ids=str,
 )
