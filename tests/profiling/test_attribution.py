@@ -103,9 +103,7 @@ def test_graph_nodes_belong_to_the_scope_in_which_they_appear(cuda: FakeCuda) ->
     names = capture(lambda: launches(cuda))
     assert found(names) == EXPECTED
     assert (names.unattributed, names.reason) == (1, None)
-    assert [(step.phase, step.size, step.full_sampler) for step in names.steps] == [
-        KEY
-    ]
+    assert [(step.phase, step.size, step.full_sampler) for step in names.steps] == [KEY]
 
 
 def test_graph_branches_are_in_an_order_of_their_dependencies(cuda: FakeCuda) -> None:
