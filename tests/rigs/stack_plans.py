@@ -242,7 +242,7 @@ class PlanDecoder(nn.Module):
             module, stored = self.get_submodule(path), {leaf: tensor}
             if isinstance(module, Projection) and leaf == "weight":
                 module.dtype = tensor.dtype
-                stored = module.as_stored(tensor, CPU)
+                stored = module.as_stored(tensor, tensor.dtype, CPU)
             for key, value in stored.items():
                 setattr(module, key, nn.Parameter(value, requires_grad=False))
 
