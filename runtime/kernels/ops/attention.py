@@ -35,22 +35,18 @@ from .parameter import Parameter, cut
 
 
 class AttentionForm(NamedTuple):
-    """Parameters of a layer's attention other than tensors; constants of a compiled step."""
+    """Fields of `Attend` as constants of a compiled step, the storage, and the tensor of sinks."""
 
     scale: float
-    """Factor of q . k."""
     window: int = 0
-    """Tokens that a token attends to, itself included; 0: all previous tokens."""
     softcap: float = 0.0
-    """Scores s become softcap * tanh(s / softcap); 0: off."""
     storage: str = "model"
     """Storage of vectors in the arena: `model` (the dtype of q), `int8` or `fp8`."""
     value_dim: int = 0
     """Elements of a value: head_dim, or the latent part of a key."""
     chunk: int = 0
-    """Positions of the chunk that a token attends to, its own only; 0: off."""
     sinks: Tensor | None = None
-    """`[H]`: attention sink of each head, a softmax logit without value."""
+    """`[H]`."""
 
 
 _SCHEMA = (
