@@ -116,7 +116,7 @@ def linear_of_few_rows(  # type: ignore[no-untyped-def]
     if SCALE_BLOCKS:
         scale_rows = scale_ptr + weight_n[None, :] * SCALE_BLOCKS
     weights = (w_rows, word, norm_ptr, k, scale_rows, group * V)
-    w, norm, scales = _load_stage(weights, 0, K, WORD, EVEN, SCALE_BLOCKS)
+    stage = _load_stage(weights, 0, K, WORD, EVEN, SCALE_BLOCKS)
     if PREFETCH:  # rows, of gate and up of each
         first = tl.program_id(0) * BLOCK_N
         here = tl.minimum(N - first, PREFETCH)
@@ -152,35 +152,29 @@ def linear_of_few_rows(  # type: ignore[no-untyped-def]
     inputs = (x_ptr, delta_ptr, post_ptr, T, k, reciprocal, post_reciprocal)
 
     # Two tiles in turn, so that none is moved to other registers: that would wait for its load.
-    for start in range(0, (TILES - 1) // 2 * 2 * BLOCK_K, 2 * BLOCK_K):
-        w_odd, norm_odd, scales_odd = _load_stage(
-            weights, start + BLOCK_K, K, WORD, EVEN, SCALE_BLOCKS
-        )
-        tl.debug_barrier()  # else the compiler moves the load after the products
-        sums = _grown(
-            sums, w, norm, scales, start, inputs, K, ROWS, EVEN, NORM, OFFSET, POST_OFFSET,
-            STORAGE, NATIVE_FP8, SCALE_BLOCKS, dtype,
-        )  # fmt: skip
-        w, norm, scales = _load_stage(weights, start + 2 * BLOCK_K, K, WORD, EVEN, SCALE_BLOCKS)
-        tl.debug_barrier()
-        sums = _grown(
-            sums, w_odd, norm_odd, scales_odd, start + BLOCK_K, inputs, K, ROWS, EVEN, NORM, OFFSET,
-            POST_OFFSET, STORAGE, NATIVE_FP8, SCALE_BLOCKS, dtype,
-        )  # fmt: skip
     LAST: tl.constexpr = (TILES - 1) * BLOCK_K
-    if TILES % 2 == 0:
-        w_odd, norm_odd, scales_odd = _load_stage(weights, LAST, K, WORD, EVEN, SCALE_BLOCKS)
+    PAIRS: tl.constexpr = (TILES - 1) // 2 * 2 * BLOCK_K
+    for start in range(0, PAIRS, 2 * BLOCK_K):
+        for step in tl.static_range(2):
+            here = start + step * BLOCK_K
+            following = _load_stage(weights, here + BLOCK_K, K, WORD, EVEN, SCALE_BLOCKS)
+            tl.debug_barrier()  # else the compiler moves the load after the products
+            sums = _grown(
+                sums, stage, here, inputs, K, ROWS, EVEN, NORM, OFFSET, POST_OFFSET, STORAGE,
+                NATIVE_FP8, SCALE_BLOCKS, dtype,
+            )  # fmt: skip
+            stage = following
+    for here in tl.static_range(PAIRS, LAST, BLOCK_K):  # once for an even number of tiles
+        following = _load_stage(weights, LAST, K, WORD, EVEN, SCALE_BLOCKS)
         tl.debug_barrier()
         sums = _grown(
-            sums, w, norm, scales, LAST - BLOCK_K, inputs, K, ROWS, EVEN, NORM, OFFSET, POST_OFFSET,
-            STORAGE, NATIVE_FP8, SCALE_BLOCKS, dtype,
+            sums, stage, here, inputs, K, ROWS, EVEN, NORM, OFFSET, POST_OFFSET, STORAGE,
+            NATIVE_FP8, SCALE_BLOCKS, dtype,
         )  # fmt: skip
-        w = w_odd
-        norm = norm_odd
-        scales = scales_odd
+        stage = following
     sums = _grown(
-        sums, w, norm, scales, LAST, inputs, K, ROWS, EVEN, NORM, OFFSET, POST_OFFSET, STORAGE,
-        NATIVE_FP8, SCALE_BLOCKS, dtype,
+        sums, stage, LAST, inputs, K, ROWS, EVEN, NORM, OFFSET, POST_OFFSET, STORAGE, NATIVE_FP8,
+        SCALE_BLOCKS, dtype,
     )  # fmt: skip
 
     for row in tl.static_range(ROWS):
@@ -230,12 +224,13 @@ def _load_stage(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _grown(  # type: ignore[no-untyped-def]
-    sums, w, norm, scales, start, inputs, K: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr,
+    sums, stage, start, inputs, K: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr,
     NORM: tl.constexpr, OFFSET: tl.constexpr, POST_OFFSET: tl.constexpr, STORAGE: tl.constexpr,
     NATIVE_FP8: tl.constexpr, SCALE_BLOCKS: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """`sums` of all rows, and the products of their features from `start` on."""
     x_ptr, delta_ptr, post_ptr, T, k, reciprocal, post_reciprocal = inputs
+    w, norm, scales = stage
     numbers = as_numbers(w, STORAGE, NATIVE_FP8)
     grown = ()
     for row in tl.static_range(ROWS):
