@@ -64,8 +64,6 @@ class Attention:
     qk_norm: QKNorm | None
     rotate: Rotate
     attend: Attend
-    output: Linear
-    """The next kernel's product, whose weight this one prefetches."""
     name: str = "decode_attention"
 
 
@@ -124,7 +122,7 @@ def _kernels(block: Block) -> Iterator[Fused]:
     if isinstance(block, AttentionBlock):
         assert not isinstance(block.input_norm, JoinNorms), "not in `SUPPORTED`"
         yield NormLinear(block.input_norm, block.qkv)
-        yield Attention(block.qk_norm, block.rotate, block.attend, block.output)
+        yield Attention(block.qk_norm, block.rotate, block.attend)
         yield ResidualLinear(block.output, *ends, name="output", sums=sums)
     elif isinstance(block, GatedBlock):
         clamped = bool(block.activate.traits)

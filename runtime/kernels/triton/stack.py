@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -99,8 +100,10 @@ class _Kernel:
     """Of attention: the first fields of `HeadRotation`."""
 
     @classmethod
-    def bind(cls, fused: Fused, layer: BoundLayer, model: BoundModel) -> _Kernel:
-        """Return the kernel with the tensors of a layer."""
+    def bind(
+        cls, fused: Fused, following: Fused | None, layer: BoundLayer, model: BoundModel
+    ) -> _Kernel:
+        """Return the kernel with the tensors of a layer; `following` is its next one."""
 
         def bound(norm: Norm | None) -> GpuNorm | None:
             if norm is None:
@@ -108,13 +111,14 @@ class _Kernel:
             return GpuNorm(layer.tensor(norm.weight), norm.eps, norm.offset)
 
         match fused:
-            case Attention(qk_norm, _, attend, output):
+            case Attention(qk_norm, _, attend):
+                assert isinstance(following, ResidualLinear)
                 sinks = None if attend.sinks is None else layer.tensor(attend.sinks)
                 form = attend.form(model.storage, sinks)
                 traits = qk_norm or model.plan.norm  # a missing norm has the traits of the others
                 weights = qk_norm and (layer.tensor(qk_norm.q), layer.tensor(qk_norm.k))
                 norms = (*(weights or (None, None)), traits.eps, traits.offset)
-                linear, place = layer.linear(output), layer.place
+                linear, place = layer.linear(following.linear), layer.place
                 return cls(fused, linear, form=form, place=place, head_norms=norms)
             case Activation():
                 return cls(fused)
@@ -137,9 +141,11 @@ class GpuStack:
         """
         self.operations, self.any_batch = operations, any_batch
         self.collectives, self.storage = model.collectives, model.storage
+        self.attend = model.plan.attend  # all layers have the same heads
         self._layers = [
-            [_Kernel.bind(fused, layer, model) for fused in fuse(layer.plan)]
+            [_Kernel.bind(*pair, layer, model) for pair in zip_longest(kernels, kernels[1:])]
             for layer in model.layers
+            for kernels in (fuse(layer.plan),)
         ]
         self._final_norm = model.plan.norm
         self._norm = GpuNorm(model.norm, model.plan.norm.eps, model.plan.norm.offset)
@@ -169,8 +175,7 @@ class GpuStack:
         """See `Stack.run`. No kernel supports layers that read the embeddings."""
         assert embeddings_TD is None, "a plan that `fusion_obstacle` refuses"
         outputs: dict[int, Tensor] = dict.fromkeys(aux_layers, x_TD)
-        like = next(k.fused.attend for k in self._layers[0] if isinstance(k.fused, Attention))
-        chain = _Chain(self, like, x_TD, arena, batch, cos_KTE, sin_KTE)
+        chain = _Chain(self, x_TD, arena, batch, cos_KTE, sin_KTE)
         for index, layer in enumerate(self._layers):
             with operation("layer", index):
                 for kernel in layer:
@@ -194,15 +199,13 @@ class _Chain:
     def __init__(
         self,
         stack: GpuStack,
-        like: Attend,
         x_TD: Tensor,
         arena: Tensor,
         batch: RaggedBatch,
         cos_KTE: Tensor,
         sin_KTE: Tensor,
     ) -> None:
-        """Begin at the hidden states `x_TD`; `like` is the attention of any layer: all have the
-        same heads."""
+        """Begin at the hidden states `x_TD`."""
         self._operations, self._stack, self._arena = stack.operations, stack, arena
         self._batch, self._cos, self._sin = batch, cos_KTE, sin_KTE
         self._live = batch.live_tokens if stack.has_experts else None
@@ -215,8 +218,9 @@ class _Chain:
         self._decodes = batch.tokens_per_row == 1 and not stack.any_batch
         if not self._decodes:
             with operation("prefill_tiles"):
-                self._tile(like)
+                self._tile(stack.attend)
             return
+        like = stack.attend
         tokens, device, most = x_TD.shape[0], x_TD.device, batch.read_blocks * batch.block_size
         splits = choose_splits(tokens, like.kv_heads, most, num_multiprocessors(device))
         self._partials = new_partials(tokens, like.heads, splits, like.value_dim, device)
