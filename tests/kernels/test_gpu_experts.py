@@ -137,7 +137,7 @@ def run(mixture: Mixture, x: Tensor, live: Tensor | None, way: str, **ends: Any)
     op, tensors = mixture.op, mixture.tensors
     routed = reference_routing(op, x, tensors, live)
     out = poisoned(*x.shape, dtype=x.dtype)
-    sizes = ExpertSizes.of(op, len(x), x.dtype, tensors.gate_up, tensors.gate_up_scales)
+    sizes = ExpertSizes.of(op, len(x), x.dtype, tensors.gate_up)
     configs = [default_tiles(kernel, sizes, way) for kernel in EXPERT_PRODUCTS]
     ends = {"residual": None, "scale": 1.0} | ends
     experts(op, x, tensors, routed, ends["residual"], out, (*configs,), scale=ends["scale"])

@@ -112,7 +112,7 @@ def sizes_of(
 ) -> tiles.ExpertSizes:
     scales = torch.empty(0, 0) if weight == torch.float8_e4m3fn else None
     stored = torch.empty(0, dtype=weight, device=device)
-    return tiles.ExpertSizes.of(op, tokens, BF16, stored, scales)
+    return tiles.ExpertSizes.of(op, tokens, BF16, LinearTensors(stored, scales))
 
 
 @pytest.mark.parametrize("op", MIXTURES.values(), ids=MIXTURES)

@@ -13,6 +13,7 @@ from stepgraph.runtime.kernels import Routing, packed_experts, reference_experts
 from stepgraph.runtime.kernels.ops import experts as module
 from stepgraph.runtime.kernels.ops.experts import reference_choice, reference_route
 from stepgraph.runtime.kernels.ops.experts_operator import opaque_experts
+from stepgraph.runtime.kernels.ops.linear import LinearTensors
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ..rigs.expert_cases import Mixture, make_mixture, packed, simple_experts, simple_route
@@ -182,12 +183,10 @@ def test_choice_of_equal_scores(data: st.DataObject, case: tuple[Routing, int, b
     torch.testing.assert_close(weights[0].double(), values_K, rtol=1e-5, atol=1e-6)
     if not kernels.have_compiler():
         return
-    tensors = packed(mixture)._replace(
-        router=torch.eye(count),
-        router_bias=torch.zeros(count),
-        correction=extra_R,
-        down=torch.zeros_like(packed(mixture).down),
-        down_bias=torch.eye(count).flatten(),
+    plain = packed(mixture)
+    down = LinearTensors(torch.zeros_like(plain.down.weight), bias=torch.eye(count).flatten())
+    tensors = plain._replace(
+        router=torch.eye(count), router_bias=torch.zeros(count), correction=extra_R, down=down
     )
     (found,) = packed_experts(mixture.op, torch.tensor([logits]), tensors)
     scattered = torch.zeros(count, dtype=torch.float64)
@@ -243,8 +242,8 @@ def test_padding_and_experts_that_are_not_chosen_are_not_read(
     expected = packed_experts(op, x, packed(mixture)) * live_T[:, None]
     if op.shared == 0:
         _, chosen = choice(mixture, x[live_T])
-        stacked = mixture.tensors.by_expert(op.total)
-        weights = stacked.gate_up if stacked.gate_up_scales is None else stacked.gate_up_scales
+        stacked = mixture.tensors.by_expert(op.total).gate_up
+        weights = stacked.weight if stacked.scales is None else stacked.scales
         for expert in set(range(op.total)) - set(chosen.flatten().tolist()):
             weights[expert] = torch.nan  # a view
     garbage = torch.where(live_T[:, None], x, torch.nan)
@@ -258,9 +257,9 @@ def test_padding_and_experts_that_are_not_chosen_are_not_read(
         ("router", lambda t: t[:-1]),
         ("router", lambda t: t.double()),
         ("correction", lambda t: t.bfloat16()),
-        ("gate_up", lambda t: t[:-1]),
-        ("down", lambda t: t[:, :-1]),
-        ("down_bias", lambda t: t[1:]),
+        ("gate_up", lambda linear: linear._replace(weight=linear.weight[:-1])),
+        ("down", lambda linear: linear._replace(weight=linear.weight[:, :-1])),
+        ("down", lambda linear: linear._replace(bias=linear.bias[1:])),
     ],
 )
 def test_tensors_that_do_not_fit_are_refused(name: str, change: Any) -> None:

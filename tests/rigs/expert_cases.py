@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ import torch
 from stepgraph.runtime.kernels import Experts, Routing, pack_linear
 from stepgraph.runtime.kernels.ops.activation import Activate
 from stepgraph.runtime.kernels.ops.experts import ExpertTensors
+from stepgraph.runtime.kernels.ops.linear import LinearTensors
 from stepgraph.runtime.kernels.ops.parameter import Parameter, Source
 from stepgraph.runtime.kernels.weights import STORAGES, dequantise
 from torch import Tensor
@@ -25,8 +27,14 @@ class Mixture(NamedTuple):
 
     def to(self, device: str | torch.device) -> Mixture:
         """The same with its tensors on a device."""
-        moved = (None if t is None else t.to(device) for t in self.tensors)
-        return self._replace(tensors=ExpertTensors(*moved))
+        return self._replace(tensors=mapped(self.tensors, lambda t: t.to(device)))
+
+
+def mapped(tensors: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Named tuples of tensors, and of such tuples, with a function applied to each tensor."""
+    if isinstance(tensors, tuple):
+        return type(tensors)(*(mapped(each, function) for each in tensors))
+    return None if tensors is None else function(tensors)
 
 
 def expert_operation(
@@ -90,31 +98,33 @@ def make_mixture(
         values = 0.5 * torch.randn(*parameter.shape, generator=generator)
         return values.to(parameter.dtype or dtype)
 
-    fields = {name: getattr(op, name, None) for name in ExpertTensors._fields}
-    exact = ExpertTensors(**{n: None if p is None else random(p) for n, p in fields.items()})
-    tensors = exact
+    def optional(parameter: Parameter | None) -> Tensor | None:
+        return None if parameter is None else random(parameter)
+
+    tensors = exact = ExpertTensors(
+        random(op.router),
+        optional(op.router_bias),
+        optional(op.correction),
+        LinearTensors(random(op.gate_up), None, optional(op.gate_up_bias)),
+        LinearTensors(random(op.down), None, optional(op.down_bias)),
+    )
     if storage != "model":
-        stored = {}
-        for name in ("gate_up", "down"):
-            stored[name], stored[f"{name}_scales"] = STORAGES[storage].quantise(
-                getattr(exact, name)
-            )
-        tensors = exact._replace(**stored)
-        exact = exact._replace(
-            gate_up=dequantise(stored["gate_up"], stored["gate_up_scales"]),
-            down=dequantise(stored["down"], stored["down_scales"]),
-        )
-    doubles = ExpertTensors(*(None if t is None else t.double() for t in exact))
-    return Mixture(op, tensors, doubles)
+        for name, linear in (("gate_up", exact.gate_up), ("down", exact.down)):
+            weight, scales = STORAGES[storage].quantise(linear.weight)
+            stored = LinearTensors(weight, scales, linear.bias)
+            tensors = tensors._replace(**{name: stored})
+            exact = exact._replace(**{name: linear._replace(weight=dequantise(weight, scales))})
+    return Mixture(op, tensors, mapped(exact, Tensor.double))
 
 
 def packed(mixture: Mixture) -> ExpertTensors:
     """The tensors with packed weights."""
     tensors, total = mixture.tensors, mixture.op.total
-    return tensors._replace(
-        gate_up=torch.cat([pack_linear(w) for w in tensors.gate_up.chunk(2 * total)]),
-        down=torch.cat([pack_linear(w) for w in tensors.down.chunk(total)]),
+    gate_up, down = (
+        linear._replace(weight=torch.cat([pack_linear(w) for w in linear.weight.chunk(matrices)]))
+        for linear, matrices in ((tensors.gate_up, 2 * total), (tensors.down, total))
     )
+    return tensors._replace(gate_up=gate_up, down=down)
 
 
 def simple_route(
@@ -164,14 +174,14 @@ def simple_experts(mixture: Mixture, x_TD: Tensor) -> Tensor:
         chosen |= dict.fromkeys(range(op.routed, op.routed + op.shared), 1.0)
         for expert, weight in chosen.items():
             at = slice(expert * 2 * features, (expert + 1) * 2 * features)
-            inner = t.gate_up[at] @ (x * weight if op.scaled_inputs else x)
-            if t.gate_up_bias is not None:
-                inner = inner + t.gate_up_bias[at]
+            inner = t.gate_up.weight[at] @ (x * weight if op.scaled_inputs else x)
+            if t.gate_up.bias is not None:
+                inner = inner + t.gate_up.bias[at]
             gate, up = inner.chunk(2)
             if act.limit:
                 gate, up = gate.clamp(max=act.limit), up.clamp(-act.limit, act.limit)
             inner = gate * torch.sigmoid(act.alpha * gate) * (up + act.up_offset)
             at = slice(expert * hidden, (expert + 1) * hidden)
-            y = t.down[at] @ inner + (0.0 if t.down_bias is None else t.down_bias[at])
+            y = t.down.weight[at] @ inner + (0.0 if t.down.bias is None else t.down.bias[at])
             row += y if op.scaled_inputs else weight * y
     return out

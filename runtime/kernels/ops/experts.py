@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..weights import dequantise
 from .activation import Activate, gated_activation
-from .linear import Projection, reference_linear
+from .linear import LinearTensors, Projection, linear_in_float32, reference_linear
 from .operation import Binding, LayerStep, Operation, Run, ShardedLayer, Vector
 from .parameter import Parameter, cut
 
@@ -139,8 +139,8 @@ class Experts(Operation):
                 router.weight,
                 router.bias,
                 None if correction is None else correction.weight,
-                *(gate_up.weight, gate_up.scales, gate_up.bias),
-                *(down.weight, down.scales, down.bias),
+                LinearTensors(gate_up.weight, gate_up.scales, gate_up.bias),
+                LinearTensors(down.weight, down.scales, down.bias),
             )
             return run_experts(self, x_TD, tensors, step.batch.live_tokens)
 
@@ -186,25 +186,14 @@ class ExpertTensors(NamedTuple):
     """`[R]`."""
     correction: Tensor | None
     """float32 `[R]`."""
-    gate_up: Tensor
-    """`[E * 2F, D]`, or each gate and each up packed: `[E * 2 * ceil(F / 32), steps, 32, w]`."""
-    gate_up_scales: Tensor | None
-    """As `WeightStorage.quantise` returns them, of all rows."""
-    gate_up_bias: Tensor | None
-    """`[E * 2F]`."""
-    down: Tensor
-    """`[E * D, F]`, or packed by expert: `[E * ceil(D / 32), steps, 32, w]`."""
-    down_scales: Tensor | None
-    down_bias: Tensor | None
-    """`[E * D]`."""
+    gate_up: LinearTensors
+    """Weight `[E * 2F, D]`, or each gate and up packed: `[E * 2 * ceil(F / 32), steps, 32, w]`."""
+    down: LinearTensors
+    """Weight `[E * D, F]`, or packed by expert: `[E * ceil(D / 32), steps, 32, w]`."""
 
     def by_expert(self, total: int) -> ExpertTensors:
         """Return them with a first dimension of experts where all experts are stacked."""
-
-        def split(stacked: Tensor) -> Tensor:
-            return stacked.view(total, -1, *stacked.shape[1:])
-
-        return self._each(split)
+        return self._each(lambda stacked: stacked.view(total, -1, *stacked.shape[1:]))
 
     def of(self, expert: int) -> ExpertTensors:
         """Return one expert's, from the result of `by_expert`."""
@@ -212,9 +201,11 @@ class ExpertTensors(NamedTuple):
 
     def _each(self, function: Callable[[Tensor], Tensor]) -> ExpertTensors:
         """Apply a function to the tensors of experts."""
-        stacked = {n: t for n, t in self._asdict().items() if n.startswith(("gate_up", "down"))}
-        changed = {n: None if t is None else function(t) for n, t in stacked.items()}
-        return self._replace(**changed)  # type: ignore[arg-type]  # None where it was None
+        gate_up, down = (
+            LinearTensors(function(weight), *(t if t is None else function(t) for t in others))
+            for weight, *others in (self.gate_up, self.down)
+        )
+        return self._replace(gate_up=gate_up, down=down)
 
 
 def reference_route(
@@ -337,14 +328,10 @@ def _by_expert(
 
 def _expert(op: Experts, x_MD: Tensor, expert: ExpertTensors) -> Tensor:
     """Return the products of one expert, float32 `[M, D]`."""
-    features, hidden = op.activate.features, x_MD.shape[1]
-    parts = reference_linear(
-        x_MD, expert.gate_up, expert.gate_up_bias, 2 * features, expert.gate_up_scales
-    )
+    weight, scales, bias = expert.gate_up
+    parts = reference_linear(x_MD, weight, bias, 2 * op.activate.features, scales)
     inner_MF = gated_activation(op.activate)(*parts.chunk(2, dim=-1))
-    bias = None if expert.down_bias is None else expert.down_bias.float()
-    weight = expert.down if expert.down_scales is not None else expert.down.float()
-    return reference_linear(inner_MF.float(), weight, bias, hidden, expert.down_scales)
+    return linear_in_float32(inner_MF, expert.down)
 
 
 def _by_block(
@@ -406,7 +393,8 @@ def _block_rows(pairs: int, total: int) -> int:
 def _blocks(op: Experts, x_BMD: Tensor, of_expert: ExpertTensors, expert_B: Tensor) -> Tensor:
     """Return the products of blocks, float32 `[B, M, D]`."""
 
-    def product(x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None) -> Tensor:
+    def product(x: Tensor, linear: LinearTensors) -> Tensor:
+        weight, scales, bias = linear
         weight_BNK = weight[expert_B]
         if scales is None:
             weight_BNK = weight_BNK.float()
@@ -416,9 +404,9 @@ def _blocks(op: Experts, x_BMD: Tensor, of_expert: ExpertTensors, expert_B: Tens
         out = x.float() @ weight_BNK.transpose(1, 2)
         return out if bias is None else out + bias[expert_B][:, None].float()
 
-    parts = product(x_BMD, of_expert.gate_up, of_expert.gate_up_scales, of_expert.gate_up_bias)
+    parts = product(x_BMD, of_expert.gate_up)
     inner_BMF = gated_activation(op.activate)(*parts.to(x_BMD.dtype).chunk(2, dim=-1))
-    return product(inner_BMF, of_expert.down, of_expert.down_scales, of_expert.down_bias)
+    return product(inner_BMF, of_expert.down)
 
 
 def _scaled(x: Tensor, weights: Tensor) -> Tensor:

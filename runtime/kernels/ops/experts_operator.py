@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .activation import Activate
 from .experts import Experts, ExpertTensors, Routing, Scores, reference_experts
+from .linear import LinearTensors
 from .norms import JoinNorms, Norm, QKNorm
 from .parameter import Parameter, Source
 
@@ -49,7 +50,9 @@ class OperatorArguments:
         self.integers += [routing.groups, routing.top_groups, routing.group_score == "top_2_sum"]
         self.integers.append(op.chooses_by_logits)
         self.numbers.append(routing.scale)
-        self.tensors += [*tensors]  # torch 2.11 traces no sum of a list and a named tuple
+        router, bias, correction, gate_up, down = tensors
+        # torch 2.11 traces no sum of a list and a named tuple.
+        self.tensors += [router, bias, correction, *gate_up, *down]
         self.add_activate(op.activate)
 
 
@@ -60,14 +63,17 @@ RunExperts = Callable[[Experts, Tensor, ExpertTensors, "Tensor | None"], Tensor]
 def _operation(
     tensors: ExpertTensors, integers: Sequence[int], numbers: Sequence[float]
 ) -> Experts:
-    """Inverse of `OperatorArguments.add_experts`."""
+    """Inverse of `OperatorArguments.add_experts`, but for biases, which are read as tensors."""
     _, shared, features, scaled_inputs, top_k, scores, normalised, *groups, _, gelu = integers
     scale, limit, alpha, up_offset = numbers
     count, top_groups, sums = groups
+    router, _, correction, gate_up, down = tensors
+    shaped = {"router": router, "gate_up": gate_up.weight, "down": down.weight}
+    if correction is not None:
+        shaped["correction"] = correction
     parameters: dict[str, Any] = {
         name: Parameter(name, (Source(None, tuple(tensor.shape)),))
-        for name, tensor in tensors._asdict().items()
-        if tensor is not None and not name.endswith("scales")
+        for name, tensor in shaped.items()
     }
     return Experts(
         name="experts",
@@ -103,11 +109,13 @@ def define_experts(
     def run(
         x_TD: Tensor,
         live_T: Tensor | None,
-        tensors: Sequence[Tensor | None],
+        tensors: Sequence[Any],
         integers: Sequence[int],
         numbers: Sequence[float],
     ) -> Tensor:
-        named = ExpertTensors(*tensors)  # type: ignore[arg-type]  # as `call` lists them
+        router, bias, correction, *linears = tensors
+        gate_up, down = LinearTensors(*linears[:3]), LinearTensors(*linears[3:])
+        named = ExpertTensors(router, bias, correction, gate_up, down)
         return implementation(_operation(named, integers, numbers), x_TD, named, live_T)
 
     torch.library.define(

@@ -172,16 +172,12 @@ class BoundLayer:
         def optional(parameter: Parameter | None) -> Tensor | None:
             return None if parameter is None else self.tensor(parameter)
 
-        gate_up, down = (
-            _linear_tensors(self.tensors, f"layers.{self.index}.{parameter.name}")
-            for parameter in (op.gate_up, op.down)
-        )
         return ExpertTensors(
             self.tensor(op.router),
             optional(op.router_bias),
             optional(op.correction),
-            *gate_up,
-            *down,
+            _linear_tensors(self.tensors, f"layers.{self.index}.{op.gate_up.name}"),
+            _linear_tensors(self.tensors, f"layers.{self.index}.{op.down.name}"),
         )
 
 

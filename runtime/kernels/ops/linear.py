@@ -157,6 +157,15 @@ class LinearTensors(NamedTuple):
     """`[N]` in the model's dtype."""
 
 
+def linear_in_float32(x_TK: Tensor, linear: LinearTensors) -> Tensor:
+    """Return the product of an unpacked weight, computed and left in float32: `[T, N]`."""
+    weight, scales, bias = linear
+    if scales is None:
+        weight = weight.float()
+    bias = None if bias is None else bias.float()
+    return reference_linear(x_TK.float(), weight, bias, len(weight), scales)
+
+
 class Projection(nn.Module):
     """A linear layer whose weight is stored in the format of the selected kernels.
 

@@ -110,8 +110,7 @@ def experts_by_block(
     inner_NF = x_TD.new_empty(pairs, op.activate.features)
     products_ND = x_TD.new_empty(pairs, hidden, dtype=torch.float32)
     before, after = (routed.weights, None) if op.scaled_inputs else (None, routed.weights)
-    gate_up = LinearTensors(tensors.gate_up, tensors.gate_up_scales, tensors.gate_up_bias)
-    down = LinearTensors(tensors.down, tensors.down_scales, tensors.down_bias)
+    gate_up, down = tensors.gate_up, tensors.down
     shape, act = (op.per_token, op.total), op.activate
     _product(gate_up, x_TD, inner_NF, before, None, blocks, configs[0], *shape, act=act)
     _product(down, inner_NF, products_ND, None, after, blocks, configs[1], *shape)

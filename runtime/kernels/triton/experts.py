@@ -96,8 +96,7 @@ def experts(
     if any_tokens:
         configs = (block_tiles(_ANY_PAIRS, 1, x_TD.dtype),) * 2
     elif configs is None:
-        weight = tensors.gate_up, tensors.gate_up_scales
-        configs = expert_tiles(ExpertSizes.of(op, x_TD.shape[0], x_TD.dtype, *weight))
+        configs = expert_tiles(ExpertSizes.of(op, x_TD.shape[0], x_TD.dtype, tensors.gate_up))
     if configs[0].kind == "pairs":
         _experts_by_pair(*given, configs, scale)
     else:
@@ -151,12 +150,10 @@ class ExpertSizes:
     device: torch.device
 
     @classmethod
-    def of(
-        cls, op: Experts, tokens: int, dtype: torch.dtype, weight: Tensor, scales: Tensor | None
-    ) -> ExpertSizes:
-        """Return the sizes of a mixture; weight and scales belong to one of its products."""
-        blocks = scales is not None and scales.dim() == 2
-        return cls(op, tokens, dtype, weight.dtype, blocks, weight.device)
+    def of(cls, op: Experts, tokens: int, dtype: torch.dtype, linear: LinearTensors) -> ExpertSizes:
+        """Return the sizes of a mixture; `linear` is one of its products."""
+        blocks = linear.scales is not None and linear.scales.dim() == 2
+        return cls(op, tokens, dtype, linear.weight.dtype, blocks, linear.weight.device)
 
     @property
     def default_kind(self) -> str:
@@ -248,21 +245,21 @@ def _experts_by_pair(
 ) -> None:
     (tokens, hidden), features, per_token = x_TD.shape, op.activate.features, op.per_token
     inner_TKF = x_TD.new_empty(tokens, per_token, features)
-    gate_up, storage = kernel_weight(LinearTensors(tensors.gate_up, tensors.gate_up_scales))
+    gate_up, storage = kernel_weight(tensors.gate_up)
     config, block_f = configs[0], configs[0].block_n // 2
     shape = {"PER_TOKEN": per_token, "TOTAL": op.total, "SCALED_INPUTS": op.scaled_inputs}
     call_kernel(
         gate_up_kernel, (tokens * per_token, triton.cdiv(features, block_f)),
-        x_TD, gate_up, tensors.gate_up_scales, tensors.gate_up_bias, routed.experts,
+        x_TD, gate_up, tensors.gate_up.scales, tensors.gate_up.bias, routed.experts,
         routed.weights, inner_TKF, features,
         num_warps=config.num_warps, K=hidden, BLOCK_N=block_f, BLOCK_K=config.block_k,
         STAGES=config.stages, **shape, **activation_constants(op.activate), **storage,
     )  # fmt: skip
-    down, storage = kernel_weight(LinearTensors(tensors.down, tensors.down_scales))
+    down, storage = kernel_weight(tensors.down)
     config = configs[1]
     call_kernel(
         down_kernel, (tokens, triton.cdiv(hidden, config.block_n)),
-        inner_TKF, down, tensors.down_scales, tensors.down_bias, routed.experts, routed.weights,
+        inner_TKF, down, tensors.down.scales, tensors.down.bias, routed.experts, routed.weights,
         residual_TD, out_TD, hidden,
         num_warps=config.num_warps, K=features, PLACES=triton.next_power_of_2(per_token),
         BLOCK_N=config.block_n, BLOCK_K=config.block_k, STAGES=config.stages, SCALE=scale,

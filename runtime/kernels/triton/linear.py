@@ -12,8 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..ops.linear import LinearTensors
-from ..ops.linear import reference_linear as linear_of_weight
+from ..ops.linear import LinearTensors, linear_in_float32
 from ..ops.norms import RMSNorm
 
 ROW_CLASSES = (1, 2, 4)
@@ -90,10 +89,7 @@ def row_class(rows: int) -> int:
 
 def reference_linear(x_TK: Tensor, linear: LinearTensors) -> Tensor:
     """The product in plain torch, accumulated in float32 and rounded once: `[T, N]`."""
-    weight = linear.weight if linear.scales is not None else linear.weight.float()
-    bias = None if linear.bias is None else linear.bias.float()
-    out_TN = linear_of_weight(x_TK.float(), weight, bias, len(weight), linear.scales)
-    return out_TN.to(x_TK.dtype)
+    return linear_in_float32(x_TK, linear).to(x_TK.dtype)
 
 
 def reference_norm(x_TK: Tensor, norm: GpuNorm | None) -> Tensor:
