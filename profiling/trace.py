@@ -10,8 +10,9 @@ was captured in (`attribution`).
 torch writes a trace in the Chrome format (Google, "Trace Event Format"; Perfetto reads it), in
 which
 
-- a range of ours is a complete event of category `user_annotation`; its name is an index into the
-  log of the recorder (`event_name`), which holds its name and payload;
+- a range of ours is a complete event of category `user_annotation`, whose name has the payload
+  until the trace is written (`event_name`): torch's events have nothing else, and quotes in a name
+  would break the trace;
 - a call of the CUDA runtime and its work on the device have one `correlation` in common: all
   kernels of a replayed graph have the correlation of the `cudaGraphLaunch`;
 - kernels that overlap, as they do with programmatic dependent launch, share a row. Perfetto shows
@@ -24,7 +25,6 @@ from __future__ import annotations
 
 import contextlib
 import gzip
-import itertools
 import json
 import tempfile
 import threading
@@ -32,9 +32,7 @@ import zlib
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Final
 
 from . import attribution, ranges
@@ -108,42 +106,29 @@ def torch_trace(path: Path | str, names: KernelNames | None = None) -> Iterator[
         exported = Path(folder, "trace.json")
         profiler.export_chrome_trace(str(exported))
         document = json.loads(exported.read_bytes())
-    annotate(document, recorder.log, names)
+    annotate(document, names)
     document["traceName"] = path.name  # not the file in the folder it was exported to
     write_file(path, gzip.compress(json.dumps(document, separators=(",", ":")).encode()))
 
 
-@dataclass(frozen=True, slots=True)
-class Recorded:
-    """A range or a scope of an operation, as a listener received it."""
-
-    name: str
-    payload: Mapping[str, int | str]
-
-
-def event_name(index: int) -> str:
-    """Return the name of an entry of the log in the trace that torch writes."""
-    return f"{_PREFIX}{index}"
+def event_name(name: str, payload: Mapping[str, int | str]) -> str:
+    """Return the name of a range or a scope in the trace that torch writes."""
+    return ";".join([f"{_PREFIX}{name}", *(f"{key}={value}" for key, value in payload.items())])
 
 
 class _Recorder:
-    """Forwards ranges and scopes to torch's profiler, and logs their payloads.
-
-    torch's events have only a name. Until the trace is written, it is an index into the log.
-    """
+    """Forwards ranges and scopes to torch's profiler; their payloads are a part of the names."""
 
     def __init__(self) -> None:
         from torch.profiler import record_function
 
-        self.log: dict[int, Recorded] = {}
         self._record = record_function
-        self._index = itertools.count()
         self._open = _Open()
 
     def push(self, name: str, payload: ranges.Payload) -> None:
         """A range began on the calling thread."""
         fields = {"payload": payload} if isinstance(payload, int) else payload._asdict()
-        self._begin(Recorded(name, fields))
+        self._begin(name, fields)
 
     def pop(self) -> None:
         """The innermost range or scope of the calling thread ended."""
@@ -157,17 +142,15 @@ class _Recorder:
         layers.append(layer)
         label = name if layer is None else f"{layer}/{name}"
         fields: dict[str, int | str] = {"operation": name}
-        self._begin(Recorded(label, fields if layer is None else fields | {"layer": layer}))
+        self._begin(label, fields if layer is None else fields | {"layer": layer})
 
     def leave(self, *, failed: bool) -> None:
         """The innermost scope of the calling thread ended."""
         self._open.layers.pop()
         self.pop()
 
-    def _begin(self, recorded: Recorded) -> None:
-        index = next(self._index)
-        self.log[index] = recorded
-        event = self._record(event_name(index))
+    def _begin(self, name: str, payload: Mapping[str, int | str]) -> None:
+        event = self._record(event_name(name, payload))
         event.__enter__()
         self._open.events.append(event)
 
@@ -183,16 +166,11 @@ class _Open(threading.local):
 # Names -------------------------------------------------------------------------------------------
 
 
-def annotate(
-    document: dict[str, Any],
-    log: Mapping[int, Recorded] = MappingProxyType({}),
-    names: KernelNames | None = None,
-) -> None:
+def annotate(document: dict[str, Any], names: KernelNames | None = None) -> None:
     """Rename the events of a trace, in place, and state in their `args` what they belong to.
 
     Args:
         document: a trace that torch wrote.
-        log: the entries that ranges of ours are named by.
         names: the nodes of the captured steps; without them kernels keep their names.
 
     Raises:
@@ -202,11 +180,15 @@ def annotate(
     for event in events:
         name = event.get("name")
         if isinstance(name, str) and name.startswith(_PREFIX):
-            recorded = log[int(name.removeprefix(_PREFIX))]
-            event["name"] = recorded.name
-            event["args"] = {**recorded.payload, **event.get("args", {})}
+            event["name"], *pairs = name.removeprefix(_PREFIX).split(";")
+            payload = {key: _value(text) for key, _, text in (p.partition("=") for p in pairs)}
+            event["args"] = {**payload, **event.get("args", {})}
     for _ in name_work(events, Scopes(events), names):
         pass
+
+
+def _value(text: str) -> int | str:
+    return int(text) if text.removeprefix("-").isdecimal() else text
 
 
 def name_work(

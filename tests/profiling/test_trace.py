@@ -18,7 +18,6 @@ from stepgraph.profiling.attribution import KernelNames, Node, StepNodes
 from stepgraph.profiling.report import Report, read_report
 from stepgraph.profiling.trace import (
     DEVICE_CATEGORIES,
-    Recorded,
     TraceError,
     annotate,
     event_name,
@@ -131,7 +130,6 @@ class KinetoTrace:
 
     def __init__(self) -> None:
         self.events: list[dict[str, Any]] = []
-        self.log: dict[int, Recorded] = {}
         self.correlation = itertools.count(1)
 
     @property
@@ -145,9 +143,7 @@ class KinetoTrace:
         return read_report(path)
 
     def range(self, name: str, ts: float, dur: float, **payload: int) -> None:
-        index = len(self.log)
-        self.log[index] = Recorded(name, payload)
-        self._add("user_annotation", event_name(index), HOST, THREAD, ts, dur)
+        self._add("user_annotation", event_name(name, payload), HOST, THREAD, ts, dur)
 
     def call(self, name: str, ts: float, tid: int = THREAD) -> int:
         correlation = next(self.correlation)
@@ -195,7 +191,7 @@ def test_work_of_a_replayed_graph_is_named_by_layer_and_operation(streams, tmp_p
             cat = "kernel" if node.kind == "kernel" else "gpu_memcpy"
             trace.work(correlation, kernel, ts + 20 + 10 * index, 10, cat=cat, tid=tid)
     original = [event["name"] for event in work(trace)]
-    annotate(trace.document, trace.log, NAMES)
+    annotate(trace.document, NAMES)
     found = work(trace)
     assert [event["name"] for event in found] == 3 * [node.label for node in NODES]
     assert [event["args"]["kernel"] for event in found] == original
@@ -223,7 +219,7 @@ def test_work_outside_of_graphs_and_of_unknown_calls_keeps_its_name():
     trace.work(trace.call("cudaLaunchKernel", 30, tid=99), "elsewhere", 40, 3)
     trace.work(12345, "no call", 60, 3)
     trace.work(None, "no correlation", 70, 3)
-    annotate(trace.document, trace.log, NAMES)
+    annotate(trace.document, NAMES)
     copy_, elsewhere, lost, alone = work(trace)
     assert copy_["name"] == "Memcpy HtoD"
     assert copy_["args"]["step"] == 9
@@ -242,7 +238,7 @@ def test_kernels_that_are_launched_one_by_one_have_the_scope_of_their_launch():
     trace.work(trace.call("cudaLaunchKernel", 50), "add", 55, 5)
     trace.work(trace.call("cudaLaunchKernel", 80), "last", 85, 5)
     trace.work(trace.call("cudaGraphLaunch", 26), "in a graph", 95, 5)
-    annotate(trace.document, trace.log)
+    annotate(trace.document)
     inner, outer, outside, replayed = work(trace)
     assert [e["name"] for e in (inner, outer)] == ["1/down", "1/layer"]
     assert (inner["args"]["layer"], inner["args"]["operation"]) == (1, "down")
@@ -260,7 +256,7 @@ def test_operations_of_the_host_are_without_those_inside_them(tmp_path) -> None:
         trace.range("0/down", ts + 20, 30, operation="down", layer=0)
         trace.range("1/down", ts + 70, 10, operation="down", layer=1)
     trace.range("head", 120, 20, operation="head")  # between two steps
-    annotate(trace.document, trace.log)
+    annotate(trace.document)
     found = trace.report(tmp_path)
     assert (found.idle, [step.device_us for step in found.steps]) == ({}, [80, 80])
     assert [(row.name, row.activities, row.us.p50, row.share) for row in found.operations] == [
