@@ -61,7 +61,7 @@ def write_gguf(checkpoint: Path, path: Path, stored_as: str | None = None) -> No
     if config["model_type"] == "qwen3_moe":
         config.setdefault("num_experts", config.get("num_local_experts"))
         values |= {key: config[name] for key, name in EXPERT_SIZES.items()}
-    writer = gguf.GGUFWriter(path, architecture)
+    writer = gguf.GGUFWriter(path, architecture, use_temp_file=True)
     for key, value in values.items():
         getattr(writer, f"add_{key}")(value)
     writer.add_tokenizer_model("no_vocab")
@@ -78,31 +78,18 @@ def write_gguf(checkpoint: Path, path: Path, stored_as: str | None = None) -> No
             found = EXPERT_NUMBER.search(name)
             number = 0 if found is None else int(found[1])
             stacks.setdefault(EXPERT_NUMBER.sub("", name), {})[number] = tensor
-    entries = []
     for name, numbered in stacks.items():
-        tensors = [numbered[number] for number in sorted(numbered)]
-        shape = tuple(tensors[0].shape)
-        shape = (len(tensors), *shape) if EXPERTS in name else shape
-        _, kind = stored.get(tensors[0].dtype, (np.float32, kinds.F32))
-        if len(shape) == 1 or name.endswith("mlp.gate.weight"):  # norms and routers
-            kind = kinds.F32
+        first = numbered[min(numbered)]
+        dtype, kind = stored.get(first.dtype, (np.float32, kinds.F32))
+        if (EXPERTS not in name and len(first.shape) == 1) or name.endswith("mlp.gate.weight"):
+            kind = kinds.F32  # norms and routers
         elif stored_as is not None:
             kind = getattr(kinds, stored_as.upper())
         theirs = names.get_name(name, try_suffixes=(".weight",))
         if theirs is None:
             raise ValueError(f"{checkpoint}: llama.cpp has no name for {name}")
-        file_shape = gguf.quants.quant_shape_to_byte_shape(shape, kind)
-        writer.add_tensor_info(
-            theirs, file_shape, np.dtype(np.uint8), int(np.prod(file_shape)), kind
-        )
-        entries.append((name, tensors, kind))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    for name, tensors, kind in entries:
         parts = []
-        for tensor in tensors:
-            dtype, _ = stored.get(tensor.dtype, (np.float32, kinds.F32))
+        for _, tensor in sorted(numbered.items()):
             data = tensor.mmap_bytes().view(dtype).reshape(tensor.shape)
             if kind in (kinds.F32, kinds.Q8_0):
                 bfloat16 = tensor.dtype == "BF16"
@@ -112,7 +99,10 @@ def write_gguf(checkpoint: Path, path: Path, stored_as: str | None = None) -> No
         data = np.ascontiguousarray(np.stack(parts) if EXPERTS in name else parts[0])
         if kind == kinds.Q8_0:
             data = gguf.quants.quantize(data, kind)
-        writer.write_tensor_data(data.view(np.uint8))
+        writer.add_tensor(theirs, data.view(np.uint8), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
     writer.close()
 
 
