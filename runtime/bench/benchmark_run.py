@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import sys
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ from ..errors import ConfigError
 from ..kernels import cpu_kernels_obstacle
 from ..loading.loader import resolve_source
 from ..models.resolved_config import ResolvedConfig, resolve_device
-from .options import MODES
+from .options import MODES, engine_configs
 from .results import new_document, settle_bandwidth, write_json
 
 
@@ -122,8 +121,6 @@ class BenchmarkRun:
         """
         options = self.options
         modes = sorted(options.mode or modes_of(self.device)[-1:], key=MODES.index)
-        ranks = options.tensor_parallel or [1]
-        points = [*itertools.product(modes, options.kernels, options.model_impl, ranks)]
         shared: dict[str, Any] = {
             "device": str(self.device),
             "prefill_chunk": options.prefill_chunk,
@@ -133,16 +130,7 @@ class BenchmarkRun:
             **sizes,
         }
         kinds: dict[tuple[object, ...], ModelKind] = {}
-        for model, dtype, weight_dtype, kv_dtype in itertools.product(
-            options.model, options.dtype, options.weight_dtype, options.kv_dtype
-        ):
-            shared |= {"dtype": dtype, "weight_dtype": weight_dtype, "kv_dtype": kv_dtype}
-            configs = [
-                EngineConfig(
-                    mode=mode, kernels=kernels, model_impl=layers, tensor_parallel=size, **shared
-                )
-                for mode, kernels, layers, size in points
-            ]
+        for model, configs in engine_configs(options, modes, options.tensor_parallel, **shared):
             found = [resolve_engine(model, config) for config in configs][-1]
             key = model, found.dtype, found.weights, found.storage
             kinds.setdefault(key, ModelKind(model, configs))

@@ -6,21 +6,22 @@ Only the configuration of a model is read, and the device may be hypothetical.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
 
 from ...profiling import bandwidth
 from ...profiling.command_line import CommandParser, print_text
-from ..config import EngineConfig
 from ..errors import StepgraphError
 from ..tools.arguments import BYTES, flag_type, parse_bytes
-from .options import MODEL_FLAGS, REPORTED_ERRORS, add_flags, number, print_error
-
-Explain = Callable[[str, EngineConfig], str]
-"""Explains a model with its dtypes."""
+from .options import (
+    MODEL_FLAGS,
+    REPORTED_ERRORS,
+    add_flags,
+    engine_configs,
+    number,
+    print_error,
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -64,49 +65,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_flags(step, "tensor-parallel", help=groups)
     memory.set_defaults(explain=_explain_memory, program=memory.prog)
     step.set_defaults(explain=_explain_step, program=step.prog)
+    step.set_defaults(kernels=["auto"], model_impl=["auto"])
     options = parser.parse_args(arguments)
     status, separator = 0, ""
-    stored = (options.dtype, options.weight_dtype, options.kv_dtype)
     try:
-        texts = options.explain(options)
-        for model, dtype, weight_dtype, kv_dtype in itertools.product(options.model, *stored):
-            config = EngineConfig(dtype=dtype, weight_dtype=weight_dtype, kv_dtype=kv_dtype)
-            for text in texts:
-                try:
-                    print_text(separator + text(model, config))
-                    separator = "\n"
-                except REPORTED_ERRORS as error:  # the other combinations are still printed
-                    status = max(status, print_error(error, model, program=options.program))
+        for model, text in options.explain(options):
+            try:
+                print_text(separator + text())
+                separator = "\n"
+            except REPORTED_ERRORS as error:  # the other combinations are still printed
+                status = max(status, print_error(error, model, program=options.program))
     except REPORTED_ERRORS as error:
         return print_error(error, program=options.program)
     return status
 
 
-def _explain_memory(options: argparse.Namespace) -> list[Explain]:
-    """Return what prints the memory plan of every mode, kernels, model_impl and group."""
+def _explain_memory(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[], str]]]:
+    """Yield each model, and what explains it in every mode, with every kernels and so on."""
     from ..tools.memory_report import explain_memory  # needs torch
-
-    def explain(model: str, config: EngineConfig, **point: Any) -> str:
-        return explain_memory(model, dataclasses.replace(config, **point), options.device_memory)
 
     shared = {
         "device": options.device,
         "max_num_seqs": max(options.batch_size),
         "prefill_chunk": options.prefill_chunk,
     }
-    modes, ranks = options.mode or ["auto"], options.tensor_parallel or [1]
-    return [
-        partial(
-            explain, mode=mode, kernels=kernels, model_impl=layers, tensor_parallel=size, **shared
-        )
-        for mode, kernels, layers, size in itertools.product(
-            modes, options.kernels, options.model_impl, ranks
-        )
-    ]
+    modes = options.mode or ["auto"]
+    for model, configs in engine_configs(options, modes, options.tensor_parallel, **shared):
+        for config in configs:
+            yield model, partial(explain_memory, model, config, options.device_memory)
 
 
-def _explain_step(options: argparse.Namespace) -> list[Explain]:
-    """Return what prints the floor of a decode step, or of groups, for every point."""
+def _explain_step(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[], str]]]:
+    """Yield each model, and what explains a decode step of every size."""
     from ..models.resolved_config import resolve_device  # these need torch
     from ..tools.step_costs import explain_step
 
@@ -120,8 +110,7 @@ def _explain_step(options: argparse.Namespace) -> list[Explain]:
                 " --bandwidth-gb-s"
             )
         reads = bandwidth.measure_read_bandwidth(device)
-    ranks = options.tensor_parallel or ()
-    return [
-        partial(explain_step, rows=rows, context=context, bandwidth=reads, ranks=ranks)
-        for context, rows in itertools.product(options.input_len, options.batch_size)
-    ]
+    step = partial(explain_step, bandwidth=reads, ranks=options.tensor_parallel or ())
+    for model, (config,) in engine_configs(options, ["auto"], None):
+        for context, rows in itertools.product(options.input_len, options.batch_size):
+            yield model, partial(step, model, config, rows=rows, context=context)

@@ -6,9 +6,10 @@ Every error is one line: what was given, what is allowed, what to do.
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -282,11 +283,6 @@ FLAGS: dict[str, dict[str, Flag]] = {
 _ALL = {name: flag for flags in FLAGS.values() for name, flag in flags.items()}
 _PROFILE_DEFAULTS = {"batch-size": [1], "input-len": [1024], "num-iters": 1}
 """Of steady with `--profile`."""
-_ONE_VALUE = (
-    *(*MODEL_FLAGS, "mode", "kernels", "model-impl", "tensor-parallel", "neighbours"),
-    *("batch-size", "input-len", "output-len"),
-)
-"""Flags that have one value with `--profile`."""
 
 
 def add_flags(parser: argparse._ActionsContainer, *names: str, **changes: Any) -> None:
@@ -295,6 +291,22 @@ def add_flags(parser: argparse._ActionsContainer, *names: str, **changes: Any) -
         flag = _ALL[name]
         default = {"help": flag.help, "default": flag.steady}
         parser.add_argument(f"--{name}", **default | dict(flag.settings) | changes)
+
+
+def engine_configs(
+    options: argparse.Namespace, modes: Sequence[str], ranks: Sequence[int] | None, **shared: Any
+) -> Iterator[tuple[str, list[EngineConfig]]]:
+    """Yield each model with its dtypes, and a configuration for each mode, kernels and so on.
+
+    `ranks` are sizes of groups, one rank if None; `shared` are fields of all configurations. Raises
+    ConfigError for a value that is out of range.
+    """
+    points = list(itertools.product(modes, options.kernels, options.model_impl, ranks or [1]))
+    of_point = ("mode", "kernels", "model_impl", "tensor_parallel")
+    of_model = ("dtype", "weight_dtype", "kv_dtype")
+    for model, *stored in itertools.product(options.model, *(vars(options)[n] for n in of_model)):
+        shared |= zip(of_model, stored, strict=True)
+        yield model, [EngineConfig(**dict(zip(of_point, p, strict=True)), **shared) for p in points]
 
 
 def trace_path(options: argparse.Namespace) -> Path:
@@ -383,13 +395,10 @@ def _check_profile(options: argparse.Namespace, given: Mapping[str, Any]) -> Non
     if options.peer:
         other = "baseline" if "baseline" in given else "peer"
         raise ValueError(f"--{other} cannot go with --profile: a profiled run is slower")
-    for name in _ONE_VALUE:
-        values = getattr(options, name.replace("-", "_"))
+    for name, values in vars(options).items():
         if isinstance(values, list) and len(values) > 1:
-            listed = " ".join(map(str, values))
-            raise ValueError(
-                f"a profile is of one case: --{name} has {len(values)} values ({listed})"
-            )
+            listed = f"--{name.replace('_', '-')} has {len(values)} values"
+            raise ValueError(f"a profile is of one case: {listed} ({' '.join(map(str, values))})")
     if options.num_iters != 1:
         raise ValueError(f"a profile is of one repetition: --num-iters is {options.num_iters}")
     steps = options.output_len[0] - 1

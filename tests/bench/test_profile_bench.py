@@ -13,7 +13,7 @@ from stepgraph.__main__ import main
 from stepgraph.profiling import attribution, ranges
 from stepgraph.profiling.trace import read_trace
 from stepgraph.runtime import EngineConfig
-from stepgraph.runtime.bench import benchmark_run
+from stepgraph.runtime.bench import benchmark_run, options
 
 from ..profiling.test_ranges import Heard
 from ..rigs.bench_rig import run_bench
@@ -90,7 +90,7 @@ def test_names_are_recorded_while_an_engine_captures(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(benchmark_run, "modes_of", lambda device: ("graph",))
     plain = functools.partial(EngineConfig, compile=False)
-    monkeypatch.setattr(benchmark_run, "EngineConfig", plain)
+    monkeypatch.setattr(options, "EngineConfig", plain)
     sizes = "--device cpu --input-len 4 --output-len 3 --prefill-chunk 8 --num-warmup 0"
     assert run_bench(monkeypatch, f"--profile torch --profile-steps 1 {sizes}") == 0
     names = attribution.load(tmp_path / "stepgraph-profile.kernels.json")
