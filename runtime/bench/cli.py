@@ -54,7 +54,7 @@ def _measure(options: argparse.Namespace) -> int:
         scenario = steady.SteadyScenario(options, profile)
         run = scenario.run
     try:
-        with nullcontext() if profile is None else profile.window:
+        with nullcontext() if profile is None else profile.open():
             serve.measure(run) if options.scenario == "serve" else scenario.measure()
         run.settle()
     finally:

@@ -16,8 +16,8 @@ import itertools
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,6 @@ from ...profiling.device_state import watch
 from ...profiling.ranges import require_nvtx
 from ...profiling.report import read_report, report_text
 from ...profiling.trace import torch_trace
-from ..config import EngineConfig
 from ..engine.engine import Engine
 from ..errors import ConfigError
 from ..loading.loader import resolve_source
@@ -156,7 +155,7 @@ class SteadyScenario:
         if len(configs) > 1:
             with ExitStack() as stack:
                 try:
-                    engines = [stack.enter_context(self._start(model, one)) for one in configs]
+                    engines = [stack.enter_context(self.run.start(model, one)) for one in configs]
                 except MemoryBudgetError as error:
                     reason, *_ = str(error).splitlines()
                     self.run.say(f"modes run one after the other, not interleaved: {reason}")
@@ -164,14 +163,8 @@ class SteadyScenario:
                     self._measure(model, engines, eager, peers)
                     return
         for config in configs:
-            with self._start(model, config) as engine:
+            with self.run.start(model, config) as engine:
                 self._measure(model, [engine], eager, peers)
-
-    def _start(self, model: str, config: EngineConfig) -> Engine:
-        if self._profile is None:
-            return self.run.start(model, config)
-        with self._profile.recording(self.run, model):
-            return self.run.start(model, config)
 
     def _measure(
         self, model: str, engines: Sequence[Engine], eager: Tokens, peers: list[Peer]
@@ -213,7 +206,7 @@ class SteadyScenario:
         prompts = random_prompts(
             engines[0].model_config, case.batch_size, case.input_len, options.seed
         )
-        before_step = None if profile is None else profile.watch(engines[0], case)
+        before_step = None if profile is None else profile.watch(self.run, engines[0], model, case)
         ours: list[tuple[int, EngineRun]] = []
         theirs: list[tuple[int, PeerRun]] = []
         for busy in options.neighbours:
@@ -286,38 +279,37 @@ class StepProfile:
             require_nvtx("--profile nsys")
         self.options = options
         self._names = KernelNames()
-        self.window = ExitStack()
+        self._window = ExitStack()
 
-    @contextmanager
-    def recording(self, run: BenchmarkRun, model: str) -> Iterator[None]:
-        """Record the nodes of the graphs that an engine captures while it starts."""
-        with attribution.recording() as names:
-            yield
-        names.model = model
-        names.device = str(run.document["environment"]["device"])
+    def open(self) -> ExitStack:
+        """Record the nodes of captured steps; return what ends the profile at an error too."""
+        self._names = self._window.enter_context(attribution.recording())
+        return self._window
+
+    def watch(
+        self, run: BenchmarkRun, engine: Engine, model: str, case: BenchmarkCase
+    ) -> Callable[[int], None]:
+        """Return what is called before each step: it begins and ends the profile."""
+        steps, config, names = self.options.profile_steps, engine.model_config, self._names
+        names.model, names.device = model, str(run.document["environment"]["device"])
         names.bandwidth_gb_s = run.bandwidth / 1e9
         if names.reason is not None:
             run.say(f"kernels of captured steps: {names.reason}")
-        self._names = names
-
-    def watch(self, engine: Engine, case: BenchmarkCase) -> Callable[[int], None]:
-        """Return what is called before each step: it begins and ends the profile."""
-        steps, model = self.options.profile_steps, engine.model_config
         on_gpu = engine.config.mode == "graph" and engine.config.device.type == "cuda"
-        if on_gpu and isinstance(model, ModelConfig):
+        if on_gpu and isinstance(config, ModelConfig):
             context = case.input_len + (steps.start + steps.stop) // 2
-            self._names.costs = decode_operation_costs(
-                model, engine.config, rows=case.batch_size, context=context
+            names.costs = decode_operation_costs(
+                config, engine.config, rows=case.batch_size, context=context
             )
 
         def before_step(step: int) -> None:
             if step == steps.start:
                 window = nsys.capture_window()
                 if self.options.profile == "torch":
-                    window = torch_trace(trace_path(self.options), self._names)
-                self.window.enter_context(window)
+                    window = torch_trace(trace_path(self.options), names)
+                self._window.enter_context(window)
             elif step == steps.stop:
-                self.window.close()
+                self._window.close()
 
         return before_step
 
