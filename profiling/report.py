@@ -22,7 +22,7 @@ import struct
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final
 
@@ -86,9 +86,9 @@ class Step:
     host_us: float
     wait_us: float
     device_us: float | None
-    launches: int
     gap_us: float | None
     step_us: float | None
+    launches: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -517,10 +517,6 @@ _TRACING: Final = {
     " times from a profile with --graph-trace graph",
     None: "no CUDA graph was traced",
 }
-_STEPS: Final = (
-    "step", "phase", "rows", "bucket", "tokens", "padding", "host µs", "wait µs", "device µs",
-    "gap µs", "step µs", "launches",
-)  # fmt: skip
 _TIMES: Final = ("step", "device", "gap", "host")
 _OPERATIONS: Final = (
     "phase", "operation", "activities", "µs p50", "µs p99", "n", "share", "of roofline",
@@ -578,8 +574,10 @@ def report_text(report: Report) -> str:
             f"- {phase}: no activity ran in {share:.1%} of the device time"
             for phase, share in report.idle.items()
         ]
-    columns = ("thread", *_STEPS) if any(step.thread for step in report.steps) else _STEPS
-    names = [name.replace(" µs", "_us") for name in columns]
+    names = [one.name for one in fields(Step)]
+    if not any(step.thread for step in report.steps):
+        names.remove("thread")
+    columns = [name.replace("_us", " µs") for name in names]
     steps = [[_cells("", getattr(step, name)) for name in names] for step in report.steps]
     return "\n".join([*lines, "", "## Steps", "", *_table(columns, steps, 0)])
 
