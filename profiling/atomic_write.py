@@ -11,17 +11,10 @@ from pathlib import Path
 
 
 class WriteError(OSError):
-    """A file cannot be written.
-
-    Attributes:
-        path: of the file, as it was given.
-        reason: why.
-    """
+    """A file cannot be written; the message names it and the reason."""
 
     def __init__(self, path: Path, reason: str) -> None:
         super().__init__(f"cannot write {path}: {reason}")
-        self.path = path
-        self.reason = reason
 
 
 def check_writable(path: Path) -> None:

@@ -23,9 +23,6 @@ GraphTrace = Literal["graph", "node"]
 step, and perturbs it: for the operations of a step, not for its time.
 """
 
-_SESSION_VARIABLE: Final = "NSYS_PROFILING_SESSION_ID"
-"""Set by nsys for the processes that it profiles."""
-
 _STARTED_VARIABLE: Final = "STEPGRAPH_STARTED_NSYS"
 """Set by `nsys_command`, in case that nsys sets no variable before the window opens."""
 
@@ -66,8 +63,7 @@ def export_command(report: Path) -> str:
 
 def inside_nsys() -> bool:
     """Return whether a tool profiles this process."""
-    variables = (_SESSION_VARIABLE, _STARTED_VARIABLE)
-    return any(map(os.environ.get, variables)) or ranges.attached
+    return any(map(os.environ.get, (*ranges.TOOL_VARIABLES, _STARTED_VARIABLE)))
 
 
 _window: Final = threading.Lock()

@@ -263,7 +263,7 @@ class NvtxTool:
         self._domain.pop_range()
 
 
-_TOOL_VARIABLES: Final = ("NVTX_INJECTION64_PATH", "NSYS_PROFILING_SESSION_ID")
+TOOL_VARIABLES: Final = ("NVTX_INJECTION64_PATH", "NSYS_PROFILING_SESSION_ID")
 """Set for a process that an NVTX tool is loaded into: by NVTX's convention, and by nsys."""
 
 
@@ -274,7 +274,7 @@ def _attached_domain() -> Any:
     `NVTX_DISABLE` in the environment switches ranges off under a tool too. Under a tool but without
     the package `nvtx` a `RuntimeWarning` says that ranges are missing.
     """
-    if not any(map(os.environ.get, _TOOL_VARIABLES)) or os.environ.get("NVTX_DISABLE"):
+    if not any(map(os.environ.get, TOOL_VARIABLES)) or os.environ.get("NVTX_DISABLE"):
         return None  # without loading nvtx, which takes longer than the rest of this package
     try:
         import nvtx
