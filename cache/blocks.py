@@ -9,41 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-# `CachedKeys`: the keys of a block pool at one moment, to be read outside of the step thread.
-
-
-@dataclass(frozen=True, slots=True)
-class CachedKeys:
-    """Copies of what a `BlockPool` knows about its published blocks."""
-
-    keys: list[bytes | None]
-    """Key of each block; None for blocks that are not published."""
-    prev: array[int]
-    """The free list backwards: `prev[0]` is its back, the block that is evicted last."""
-    ref_counts: array[int]
-    """Holders of each block."""
-
-    def latest(self, most: int, suffix: bytes = b"") -> list[bytes]:
-        """Return up to `most` keys that end with `suffix`: held blocks, then the last evicted ones.
-
-        The keys are without the suffix. O(blocks).
-        """
-        found = (key for key in self._in_order() if key.endswith(suffix))
-        return [key[: len(key) - len(suffix)] for key in islice(found, most)]
-
-    def _in_order(self) -> Iterator[bytes]:
-        for key, holders in zip(self.keys, self.ref_counts, strict=True):
-            if key is not None and holders:
-                yield key
-        block = self.prev[0]
-        while block:
-            key = self.keys[block]
-            if key is None:  # those without a key are in front of those with one
-                return
-            yield key
-            block = self.prev[block]
-
-
 NULL_BLOCK = 0
 """The block that padding reads and writes. No request gets it, so it is never shared or freed."""
 
@@ -108,9 +73,28 @@ class BlockPool:
         self.num_published += 1
         return True
 
-    def cached_keys(self) -> CachedKeys:
-        """Return the keys of the published blocks at this moment. O(blocks), as three copies."""
-        return CachedKeys(self._keys.copy(), self._prev[:], self._ref_counts[:])
+    def cached_keys(self, suffix: bytes = b"") -> Callable[[int], list[bytes]]:
+        """Return a function that lists the keys with `suffix` of the blocks published now.
+
+        It takes the most keys to return, held blocks first, then those that are evicted last, and
+        reads copies, so that any thread may call it. The keys are without the suffix. O(blocks).
+        """
+        keys, prev, ref_counts = self._keys.copy(), self._prev[:], self._ref_counts[:]
+
+        def in_order() -> Iterator[bytes]:
+            for key, holders in zip(keys, ref_counts, strict=True):
+                if key is not None and holders:
+                    yield key
+            block = prev[NULL_BLOCK]
+            while block and (key := keys[block]) is not None:  # the others are in front of these
+                yield key
+                block = prev[block]
+
+        def latest(most: int) -> list[bytes]:
+            found = (key for key in in_order() if key.endswith(suffix))
+            return [key[: len(key) - len(suffix)] for key in islice(found, most)]
+
+        return latest
 
     def verify(self, key: bytes) -> None:
         """Protect the block published under `key`, if any, from `withdraw`."""
@@ -335,10 +319,8 @@ class PrefixHashes:
         """
         self._block_size = block_size
         root = hashlib.blake2b(salt.encode(), digest_size=HASH_BYTES, person=b"salt")
-        self._salted = self._root = root.digest()
-        if variant:
-            self._root = _digest_of_variant(self._salted, variant)
-        self._hashes: list[bytes] = []
+        self._salted = root.digest()
+        self._restart(variant)
 
     def __len__(self) -> int:
         """Full blocks hashed so far."""
@@ -357,9 +339,15 @@ class PrefixHashes:
     def restarted(self, variant: bytes) -> PrefixHashes:
         """Return an empty sequence with the same salt and another variant."""
         other = copy.copy(self)
-        other._root = _digest_of_variant(self._salted, variant) if variant else self._salted
-        other._hashes = []
+        other._restart(variant)
         return other
+
+    def _restart(self, variant: bytes) -> None:
+        self._root, self._hashes = self._salted, list[bytes]()
+        if variant:
+            salted = self._salted + variant
+            root = hashlib.blake2b(salted, digest_size=HASH_BYTES, person=b"variant")
+            self._root = root.digest()
 
     def extend(
         self,
@@ -383,8 +371,3 @@ class PrefixHashes:
             if contents is not None:
                 data += contents(start, stop)
             hashes.append(hashlib.blake2b(data, digest_size=HASH_BYTES).digest())
-
-
-def _digest_of_variant(salted: bytes, variant: bytes) -> bytes:
-    root = hashlib.blake2b(salted + variant, digest_size=HASH_BYTES, person=b"variant")
-    return root.digest()

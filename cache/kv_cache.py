@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from .blocks import NULL_BLOCK, BlockPool, CachedKeys, HostBlocks, PrefixHashes
+from .blocks import NULL_BLOCK, BlockPool, HostBlocks, PrefixHashes
 from .spec import LayerGroup
 
 TableChange = tuple[int, int, int]
@@ -124,14 +124,14 @@ class KVCache:
         """Blocks that requests can hold: all but the null block."""
         return self.pool.num_blocks - 1
 
-    def cached_keys(self) -> tuple[CachedKeys, bytes]:
-        """Return the keys of the cached blocks, with the suffix of one layer group.
+    def cached_hashes(self) -> Callable[[int], list[bytes]]:
+        """Return a function that lists the hashes of the blocks of one layer group cached now.
 
         It is the first group with full attention, which has a block for every column of a cached
-        prefix; without such a group the first one.
+        prefix; without such a group the first one. See `BlockPool.cached_keys`.
         """
         full = next((group.index for group in self._groups if group.window is None), 0)
-        return self.pool.cached_keys(), self._suffixes[full]
+        return self.pool.cached_keys(self._suffixes[full])
 
     def num_shareable(
         self, num_tokens: int, hashes: PrefixHashes, reusable_tokens: int | None

@@ -80,11 +80,6 @@ class Step(Generic[O]):
         self.seconds = 0.0
         self.bytes = 0
 
-    def prepare(self) -> None:
-        """Run both stages; raises what they raise."""
-        self.warm_up()
-        self.record()
-
     def warm_up(self) -> None:
         """Compile, load and allocate what the first run needs; see the contract of warm-up above.
 
@@ -149,17 +144,8 @@ class CudaGraphCapturer:
     """
 
     def __init__(self, device: torch.device | str) -> None:
-        """Make the stream and the pool.
-
-        Raises:
-            ValueError: `device` is not a CUDA device.
-        """
+        """Make the stream and the pool on a CUDA device."""
         self.device = torch.device(device)
-        if self.device.type != "cuda":
-            raise ValueError(
-                f"steps can be captured as graphs on CUDA devices only, got device {self.device}; "
-                "run them eagerly or compiled"
-            )
         self._stream = torch.cuda.Stream(self.device)
         with torch.cuda.device(self.device):
             self._pool = torch.cuda.graph_pool_handle()
@@ -191,7 +177,8 @@ class CudaGraphCapturer:
                 # "thread_local": another thread of the service may use the device meanwhile.
                 graph.capture_begin(self._pool, capture_error_mode="thread_local")
                 try:
-                    with attribution.capturing(identity, self._nodes):
+                    nodes = partial(attribution.cuda_graph_nodes, self._stream.cuda_stream)
+                    with attribution.capturing(identity, nodes):
                         output = fn()
                 except BaseException:
                     # Ends the capture; an error here only follows from the error of `fn`.
@@ -202,10 +189,6 @@ class CudaGraphCapturer:
             graph.replay()
             free_after, _ = torch.cuda.mem_get_info(self.device)
         return Capture(graph.replay, output, max(0, free_before - free_after))
-
-    def _nodes(self) -> attribution.CudaGraphNodes:
-        """Return the source of the graph nodes of the current capture."""
-        return attribution.cuda_graph_nodes(self._stream.cuda_stream)
 
     def _settle(self) -> None:
         """Free the memory that warm-ups left in the allocator's cache.
@@ -266,8 +249,6 @@ class StepLibrary(Generic[K, O]):
 
         Captures share a memory pool: the bytes of one are the growth of the pool.
         """
-        self.hits = 0
-        """Lookups of a prepared step."""
         self.misses = 0
         """Lookups that fell back to a slower step."""
         self.used_lanes = 0
@@ -275,7 +256,6 @@ class StepLibrary(Generic[K, O]):
         self.padded_lanes = 0
         """Rows or tokens of padding that steps computed."""
         self._fallbacks: dict[K, Callable[[], O]] = {}
-        self._open = False
 
     @property
     def padding_fraction(self) -> float:
@@ -293,7 +273,7 @@ class StepLibrary(Generic[K, O]):
         Raises:
             StepPreparationError: a step failed, with its cause. All steps are dropped.
         """
-        assert not self._open, "the library is prepared already"
+        assert not self.steps, "the library is prepared already"
         try:
             self.steps = {key: self._make_step(key) for key in self._keys}
             captured = [key for key, step in self.steps.items() if step.kind == "graph"]
@@ -310,7 +290,6 @@ class StepLibrary(Generic[K, O]):
         except BaseException:
             self.close()
             raise
-        self._open = True
         logger.info(
             "prepared %d steps in %.1f s, %.1f MiB: sizes %s",
             len(self.steps),
@@ -320,19 +299,11 @@ class StepLibrary(Generic[K, O]):
         )
 
     def run(self, key: K) -> O:
-        """Run the step for `key`, or the fallback, and return its output (see `Step`).
-
-        Counts a hit or a miss.
-        """
+        """Run the step for `key`, or the fallback, and return its output (see `Step`)."""
         step = self.steps.get(key)
-        if step is None:
-            return self.run_fallback(key)
-        self.hits += 1
-        return step.run()
-
-    def run_fallback(self, key: K) -> O:
-        """Run a key as it is where no step is prepared; logged once per key."""
-        assert self._open, f"step {key} is looked up in a library that is not prepared"
+        if step is not None:
+            return step.run()
+        assert self.steps, f"step {key} is looked up in a library that is not prepared"
         self.misses += 1
         fn = self._fallbacks.get(key)
         if fn is None:
@@ -354,4 +325,3 @@ class StepLibrary(Generic[K, O]):
         """Release all steps and their memory. The counters remain."""
         self.steps.clear()
         self._fallbacks.clear()
-        self._open = False

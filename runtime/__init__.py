@@ -79,6 +79,6 @@ __all__ = [
     "EmbeddedSpan",
     "EncodedContent",
 ]
-__all__ += errors.__all__
+__all__ += [name for name, value in vars(errors).items() if isinstance(value, type)]
 
 logging.getLogger("stepgraph").addHandler(logging.NullHandler())

@@ -6,32 +6,8 @@ All derive from `StepgraphError`, except errors of the packages below this one: 
 
 from __future__ import annotations
 
-from ..cache.memory.handler import MemoryBudgetError
-from ..graphs.compilation import StepPreparationError
-
-__all__ = [
-    "StepgraphError",
-    "CheckpointError",
-    "ConfigError",
-    "DeadlineUnreachableError",
-    "EngineBusyError",
-    "EngineClosedError",
-    "EngineFailedError",
-    "EngineForkedError",
-    "EngineNotStartedError",
-    "EngineUnavailableError",
-    "GrammarError",
-    "KernelBuildError",
-    "KernelSelfTestError",
-    "MemoryBudgetError",
-    "NonFiniteLogitsError",
-    "OverloadedError",
-    "RankError",
-    "RequestError",
-    "SendTimeoutError",
-    "StepPreparationError",
-    "StructuredOutputError",
-]
+from ..cache.memory.handler import MemoryBudgetError as MemoryBudgetError
+from ..graphs.compilation import StepPreparationError as StepPreparationError
 
 
 class StepgraphError(Exception):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
@@ -26,6 +26,11 @@ class DeviceMemory:
     """Whether the operating system uses the same memory: a CPU, or unified memory."""
     host_available: int
     """Bytes that can be allocated on the host."""
+
+    def of_rank(self, ranks: int) -> DeviceMemory:
+        """Return the memory of one rank: ranks divide what they all use, such as the host's."""
+        available = self.available // ranks if self.shared_with_os else self.available
+        return replace(self, available=available, host_available=self.host_available // ranks)
 
     @classmethod
     def of(cls, device: torch.device) -> Self:

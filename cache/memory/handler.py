@@ -21,30 +21,29 @@ from ..spec import LayerGroup
 
 # The memory plan, term by term, and its comparison with measurements. All bytes.
 
-TERMS = (
-    "weights",  # parameters of the model, loaded already or not
-    "cache",  # the arena, null block included
-    "static_buffers",  # inputs, outputs and tables, allocated for the lifetime of the engine
-    "activations",  # peak of the intermediate results of a step
-    "logits",  # logits of `max_num_seqs` rows and the float32 copies that sampling makes
-    "attention_masks",  # masks, and scores if a kernel stores them; 0 for kernels that need none
-    "captured_graphs",  # memory of captured steps, without their buffers
-    "reserve",  # left free, for fragmentation and other processes
-    "host_cache",  # blocks in host memory for swapped requests
-    "host_buffers",  # host mirrors of static buffers, and host copies of outputs
-)
-"""The terms of a plan, in the order they are shown."""
-
 HOST_TERMS = ("host_cache", "host_buffers")
 """The terms in host memory, whatever the device."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """The sizes that `plan_memory` chose, and the bytes of each term.
+    """The sizes that `plan_memory` chose, and the bytes of each term, in the order of display.
+
+    | term | |
+    |---|---|
+    | weights | parameters of the model, loaded already or not |
+    | cache | the arena, null block included |
+    | static_buffers | inputs, outputs and tables, allocated for the lifetime of the engine |
+    | activations | peak of the intermediate results of a step |
+    | logits | logits of `max_num_seqs` rows and the float32 copies that sampling makes |
+    | attention_masks | masks, and scores if a kernel stores them; 0 for kernels that need none |
+    | captured_graphs | memory of captured steps, without their buffers |
+    | reserve | left free, for fragmentation and other processes |
+    | host_cache | blocks in host memory for swapped requests |
+    | host_buffers | host mirrors of static buffers, and host copies of outputs |
 
     Attributes:
-        terms: bytes of each of `TERMS`.
+        terms: bytes of each term.
         host_shared: whether the host's memory is the device's, so that `total` counts it.
         num_blocks: blocks of the cache, null block included.
         host_blocks: blocks of the host cache.
@@ -226,9 +225,8 @@ class ModelFootprint:
 
         At most `max_model_len`, the only limit if all layers have a sliding window.
         """
-        if self.request_blocks(self.max_model_len) < num_blocks:
-            return self.max_model_len
-        return self._longest(num_blocks - 1)
+        tokens = range(1, self.max_model_len + 1)
+        return bisect_right(tokens, num_blocks - 1, key=self.request_blocks)
 
     def context_blocks(self, num_tokens: int) -> int:
         """Blocks (with the null block) that hold `num_tokens` tokens of context.
@@ -237,16 +235,15 @@ class ModelFootprint:
         windows, the same number of tokens in many short requests takes more blocks.
         """
         whole, rest = divmod(num_tokens, self.max_model_len)
-        blocks = whole * self.request_blocks(self.max_model_len)
-        return blocks + (self.request_blocks(rest) if rest else 0) + 1
+        return whole * self.request_blocks(self.max_model_len) + self.request_blocks(rest) + 1
 
     def context_tokens(self, num_blocks: int) -> int:
         """Maximum tokens of context whose `context_blocks` are at most `num_blocks`."""
         whole, rest = divmod(max(num_blocks - 1, 0), self.request_blocks(self.max_model_len))
-        return whole * self.max_model_len + self._longest(rest)
+        return whole * self.max_model_len + self.longest_request(rest + 1)
 
     def terms(self, num_blocks: int, max_batch_tokens: int) -> dict[str, int]:
-        """Bytes of each of `TERMS`."""
+        """Bytes of each term of a `MemoryPlan`."""
         prefill_tokens = min(max_batch_tokens, self.prefill_chunk)
         row_blocks = max(1, -(-self.longest_request(num_blocks) // self.block_size))
         positions = row_blocks * self.block_size
@@ -279,18 +276,13 @@ class ModelFootprint:
         wanted = max(num_blocks * self.block_size, self.least_batch_tokens)
         return min(wanted, self.most_batch_tokens)
 
-    def _longest(self, blocks: int) -> int:
-        """Maximum tokens, up to `max_model_len`, of a request with at most `blocks` blocks."""
-        tokens = range(1, self.max_model_len + 1)
-        return bisect_right(tokens, blocks, key=self.request_blocks)
-
 
 class MemoryBudgetError(ValueError):
     """The memory budget is invalid, or too small for the smallest cache that works.
 
     Attributes:
-        term: the term of the plan that does not fit, one of `TERMS`; None if the budget is invalid
-            or the memory ran out at run time.
+        term: the term of the `MemoryPlan` that does not fit; None if the budget is invalid or the
+            memory ran out at run time.
         field: the field of `EngineConfig` that helps most; None if only more memory helps.
         needed_bytes: what the smallest plan needs, and of it the term; None without a plan.
         term_bytes: see `needed_bytes`.

@@ -65,22 +65,13 @@ class SharedMemoryCollectives:
         )
 
     @staticmethod
-    def bytes_needed(
-        ranks: int,
-        max_tokens: int,
-        hidden_size: int,
-        max_num_seqs: int,
-        vocab_size: int,
-        dtype: torch.dtype,
-    ) -> int:
-        """Return the bytes of shared memory of a group, all ranks together.
+    def bytes_needed(ranks: int, row_bytes: int, most_bytes: int) -> int:
+        """Return the bytes of shared memory of a group, up to about 2 MiB a rank.
 
-        At most some 2 MiB a rank, however long the tensors are.
+        Its tensors have rows of `row_bytes` and at most `most_bytes`.
         """
-        row = hidden_size * dtype.itemsize
-        logits = max_num_seqs * -(-vocab_size // ranks) * dtype.itemsize
-        most = min(max(max_tokens * row, logits, _SMALLEST_PART), _LARGEST_PART)
-        return LINE_BYTES + region_bytes(ranks, max(row, most))
+        most = min(max(most_bytes, _SMALLEST_PART), _LARGEST_PART)
+        return LINE_BYTES + region_bytes(ranks, max(row_bytes, most))
 
     def set_timeout(self, seconds: float) -> None:
         """Let operations wait for another rank as long from now on."""

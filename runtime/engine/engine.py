@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TypeVar, cast, get_args
 
 import torch
@@ -163,12 +162,7 @@ class Engine:
         self._open_parts()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -306,13 +300,13 @@ class Engine:
         """
         loop = self._usable_loop()
         if (group := loop.requests.groups.get(request_id)) is not None:
-            loop.post(loop.requests.pause, group)
+            loop.post(loop.requests.set_paused, group, True)
 
     def resume(self, request_id: str) -> None:
         """Let a paused request wait for a row again. Does nothing for others."""
         loop = self._usable_loop()
         if (group := loop.requests.groups.get(request_id)) is not None:
-            loop.post(loop.requests.resume, group)
+            loop.post(loop.requests.set_paused, group, False)
 
     def has_unfinished(self) -> bool:
         """Whether `step` has requests to run or outputs to return."""
@@ -538,12 +532,8 @@ class Engine:
         reads a copy, so any thread may call it. Each hash covers a prefix up to the end of a block
         (`PrefixHashes`). Without `prefix_cache` there are none.
         """
-        keys, suffix = self._run("cached_hashes", lambda loop: loop.scheduler.cache.cached_keys())
-
-        def latest(most: int) -> list[bytes]:
-            return keys.latest(check_integer("most", most, 0, MAX_COUNT), suffix)
-
-        return latest
+        latest = self._run("cached_hashes", lambda loop: loop.scheduler.cache.cached_hashes())
+        return lambda most: latest(check_integer("most", most, 0, MAX_COUNT))
 
     def reload_weights(self, source: str | Path) -> None:
         """Load the weights of another checkpoint, without preparing steps again.
@@ -592,7 +582,7 @@ class Engine:
             )
             self._builder = self._builder.for_model(new.config, new.tokenizer, defaults)
 
-        loop.change_weights(change)
+        loop.forget_contents(change)
 
     def check_ranks(self) -> None:
         """Raise `RankError` if another process of a tensor-parallel engine has failed."""

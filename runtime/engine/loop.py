@@ -82,19 +82,13 @@ class RequestTracker:
             self._changed.pop(group, None)
             del self.groups[group.id]
 
-    def pause(self, group: RequestGroup) -> None:
-        """Take the rows of the unfinished requests of a group until `resume`."""
+    def set_paused(self, group: RequestGroup, paused: bool) -> None:
+        """Take the rows of the unfinished requests of a group, or let them run again."""
+        change = self._scheduler.pause if paused else self._scheduler.resume
         for request in self._unfinished(group):
-            if not request.paused:
-                request.paused = True
-                self._scheduler.pause(request)
-
-    def resume(self, group: RequestGroup) -> None:
-        """Let the paused requests of a group run again."""
-        for request in self._unfinished(group):
-            if request.paused:
-                request.paused = False
-                self._scheduler.resume(request)
+            if request.paused != paused:
+                request.paused = paused
+                change(request)
 
     def _unfinished(self, group: RequestGroup) -> list[Request]:
         """Return the requests of a group that are queued or running."""
@@ -301,7 +295,7 @@ class StepLoop:
             raise
 
     def post(
-        self, change: Callable[..., None], group: RequestGroup, *arguments: AbortReason
+        self, change: Callable[..., None], group: RequestGroup, *arguments: AbortReason | bool
     ) -> None:
         """Call a method of `requests` for a group before the next step. Any thread, any time."""
         self._posted.append((change, group, *arguments))
@@ -315,13 +309,12 @@ class StepLoop:
             self._posted.popleft()
         self.intact = True
 
-    def forget_contents(self) -> None:
-        """Clear the prefix cache, and exclude tokens computed so far from later sharing."""
-        self.settle()
-        self.change_weights(lambda: None)
+    def forget_contents(self, change: Callable[[], object] = lambda: None) -> None:
+        """Clear the prefix cache, and exclude tokens computed so far from later sharing.
 
-    def change_weights(self, change: Callable[[], object]) -> None:
-        """Run a function that changes the weights, and forget what the old ones computed."""
+        `change` is a function that changes the weights before.
+        """
+        self.settle()
         self.intact = False
         change()
         self.scheduler.forget_contents()

@@ -73,14 +73,10 @@ def with_collectives(
             torch.cuda.empty_cache()  # the memory plan counts what the device has free
         group.collectives = collectives
         return dataclasses.replace(kernels, collectives=collectives)
-    nbytes = SharedMemoryCollectives.bytes_needed(
-        group.ranks,
-        config.prefill_chunk,
-        model.hidden_size,
-        config.user.max_num_seqs,
-        model.vocab_size,
-        config.dtype,
-    )
+    hidden = model.hidden_size * config.dtype.itemsize
+    logits = -(-model.vocab_size // group.ranks) * config.dtype.itemsize
+    most = max(config.prefill_chunk * hidden, config.user.max_num_seqs * logits)
+    nbytes = SharedMemoryCollectives.bytes_needed(group.ranks, hidden, most)
     group.collectives = SharedMemoryCollectives(
         group.shared_memory(nbytes), group.rank, group.ranks, START_SECONDS
     )
@@ -175,12 +171,6 @@ def of_rank(
     if config.device.type == "cuda":
         config = dataclasses.replace(config, device=torch.device("cuda", group.rank))
     return found, config
-
-
-def share_of_memory(memory: DeviceMemory, ranks: int) -> DeviceMemory:
-    """Return the memory of one rank: ranks divide what they all use, such as the host's."""
-    available = memory.available // ranks if memory.shared_with_os else memory.available
-    return DeviceMemory(available, memory.shared_with_os, memory.host_available // ranks)
 
 
 def agree_on_plan(

@@ -89,7 +89,6 @@ from .rank_start import (
     check_can_split,
     ended_by_failures,
     of_rank,
-    share_of_memory,
     spawn_group,
     with_collectives,
 )
@@ -573,22 +572,6 @@ def start(source: str | Path, config: EngineConfig, *, progress: bool) -> Engine
         return start_parts(found, resolved, group, began=began, progress=progress)
 
 
-def run_rank(found: Source, config: ResolvedConfig, group: RankGroup) -> None:
-    """Run the share of a rank above 0, until rank 0 closes its engine.
-
-    Raises:
-        RankError: the group has failed.
-        Exception: as `start`.
-    """
-    if config.device.type == "cpu":
-        torch.set_num_threads(config.threads)  # this process does nothing else
-    parts = start_parts(found, config, group, began=time.perf_counter(), progress=False)
-    try:
-        follow(parts.runner, partial(reload_rank, parts, group))
-    finally:
-        parts.runner.close()
-
-
 def resolved_source(source: str | Path, config: EngineConfig) -> tuple[Source, ResolvedConfig]:
     """Return the model, and the configuration of its engine on this machine."""
     found = resolve_source(source, tied=config.tie_word_embeddings, model_impl=config.model_impl)
@@ -611,7 +594,7 @@ def start_parts(
     (hits, misses), config = _code_cache(), resolved.user
     groups = group_layers(plan_of(found.config).states)
     ranks = 1 if group is None else group.ranks
-    found_drafter: FoundDrafter | None = None
+    found_drafter = find_engine_drafter(found, resolved, groups)
 
     def planned(kernels: Kernels, memory: DeviceMemory) -> MemoryPlan:
         return plan_engine(found.config, resolved, kernels, groups, memory, found_drafter)
@@ -621,11 +604,8 @@ def start_parts(
         # What does not fit is refused before weights are read, and before kernels are built and
         # tested.
         expected = opened.kept_codes(planned_kernels(found.config, resolved), resolved.dtype)
-        memory = share_of_memory(DeviceMemory.of(resolved.device), ranks)
+        memory = DeviceMemory.of(resolved.device).of_rank(ranks)
         planned(expected, memory)
-        found_drafter = find_engine_drafter(found, resolved, groups)
-        if found_drafter is not None:
-            planned(expected, memory)
         if config.tie_word_embeddings is None:
             opened.check_head()
         phases: list[Phase] = []
@@ -634,7 +614,7 @@ def start_parts(
             kernels = checked_kernels(found.config, resolved, group)
         kernels = opened.kept_codes(kernels, resolved.dtype)
         # Kernels hold some of it.
-        memory = share_of_memory(DeviceMemory.of(resolved.device), ranks)
+        memory = DeviceMemory.of(resolved.device).of_rank(ranks)
         plan_with = partial(planned, kernels)
         plan = plan_with(memory) if group is None else agree_on_plan(group, memory, plan_with)
         logger.info("memory plan: %s", plan.summary())
@@ -721,7 +701,7 @@ def make_loop(parts: EngineParts) -> StepLoop:
     Steps are run and timed for a latency budget, and for speculation.
     """
     times = measured_times(parts.runner, parts.groups, parts.config)
-    config, host = parts.config, parts.runner.host_arena
+    config = parts.config
     step_budget, speculator = None, None
     if times is not None and config.user.max_itl_ms is not None:
         step_budget = StepBudget(config.user.max_itl_ms, times)
@@ -734,7 +714,7 @@ def make_loop(parts: EngineParts) -> StepLoop:
         parts.plan.num_blocks,
         config.user.block_size,
         chunk=config.prefill_chunk,
-        host_blocks=0 if host is None else host.num_blocks,
+        host_blocks=parts.plan.host_blocks,
     )
     scheduler = Scheduler(
         cache,
@@ -793,8 +773,14 @@ def main(arguments: list[str]) -> None:
     connection, pipe, rank, ranks = map(int, arguments)
     group = RankGroup(rank, ranks, [Link(Connection(connection), pipe)])
     try:
-        found, resolved = resolved_source(*group.exchange(None)[0])
-        run_rank(*of_rank(found, resolved, group), group)
+        found, resolved = of_rank(*resolved_source(*group.exchange(None)[0]), group)
+        if resolved.device.type == "cpu":
+            torch.set_num_threads(resolved.threads)  # this process does nothing else
+        parts = start_parts(found, resolved, group, began=time.perf_counter(), progress=False)
+        try:
+            follow(parts.runner, partial(reload_rank, parts, group))
+        finally:
+            parts.runner.close()
     except BaseException as error:
         if not isinstance(error, RankError):
             traceback.print_exc()

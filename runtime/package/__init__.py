@@ -65,6 +65,7 @@ def __dir__() -> list[str]:
 
 if TYPE_CHECKING:
     from .runtime import *
+    from .runtime.errors import *  # type checkers do not follow the `__all__` of the runtime
 else:  # a visible __getattr__ would let type checkers accept any name
 
     def __getattr__(name: str) -> Any:

@@ -67,12 +67,7 @@ def explain_memory(
         shared = resolved.device.type == "cpu"
         memory = DeviceMemory(device_memory, shared, device_memory if shared else host)
         place = f"{resolved.device.type} with {format_bytes(device_memory)}"
-    if resolved.device.type == "cpu" and ranks > 1:
-        memory = dataclasses.replace(
-            memory,
-            available=memory.available // ranks,
-            host_available=memory.host_available // ranks,
-        )
+    memory = memory.of_rank(ranks)
     kernels = planned_kernels(model, resolved)
     groups = group_layers(plan_of(model).states)
     plan = plan_engine(model, resolved, kernels, groups, memory)

@@ -85,7 +85,7 @@ class FakeCudaGraph:
 
 @pytest.fixture(name="fake_device")
 def make_fake_device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
-    device, stream = FakeDevice(), SimpleNamespace(wait_stream=lambda other: None)
+    device, stream = FakeDevice(), SimpleNamespace(wait_stream=lambda other: None, cuda_stream=0)
     functions: dict[str, Any] = {
         "Stream": lambda _: stream,
         "current_stream": lambda *_: stream,

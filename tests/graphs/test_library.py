@@ -162,7 +162,6 @@ class LibraryAgainstATally(RuleBasedStateMachine):
     @invariant()
     def adds_up(self):
         stats = self.library
-        assert stats.hits == sum(n for key, n in self.runs.items() if key in KEYS)
         assert stats.misses == sum(n for key, n in self.runs.items() if key not in KEYS)
         assert set(self.runner.fallbacks) == self.runs.keys() - set(KEYS)
         assert [stats.used_lanes, stats.padded_lanes] == self.lanes

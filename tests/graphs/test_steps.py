@@ -54,12 +54,17 @@ def make(kind, fn):
     return Step(kind, fn, "demo")
 
 
+def prepare(step):
+    step.warm_up()
+    step.record()
+
+
 @pytest.mark.parametrize("kind", ["eager", "compile", "graph"])
 def test_one_face(kind):
     fn = Counter()
     step = make(kind, fn)
     assert (step.kind, step.seconds, step.bytes) == (kind, 0.0, 0)
-    step.prepare()
+    prepare(step)
     assert step.seconds > 0
     assert step.bytes == (4096 if kind == "graph" else 0)
     for _ in range(3):
@@ -77,7 +82,7 @@ def test_what_is_compiled_is_run_until_nothing_is(kind, captures):
     part = compiled(lambda x: x * 2)
     for warm_ups in (2, 1):
         before = fn.runs
-        make(kind, lambda: part(fn())).prepare()
+        prepare(make(kind, lambda: part(fn())))
         assert fn.runs - before == warm_ups + captures
 
 
@@ -87,7 +92,7 @@ def test_failure_names_step_kind_and_cause(kind):
         raise MemoryError("no room for 7 bytes")
 
     with pytest.raises(StepPreparationError) as caught:
-        make(kind, fn).prepare()
+        prepare(make(kind, fn))
     assert isinstance(caught.value.__cause__, MemoryError)
     assert (caught.value.name, caught.value.kind) == ("demo", kind)
 
@@ -97,9 +102,9 @@ def test_a_recompile_limit_that_is_reached_is_no_secret(fullgraph):
     part = compiled(lambda x: x * 5, fullgraph=fullgraph)
     with torch._dynamo.config.patch(recompile_limit=2):
         for n in (1, 2):
-            make("compile", lambda n=n: part(torch.ones(n))).prepare()
+            prepare(make("compile", lambda n=n: part(torch.ones(n))))
         with pytest.raises(StepPreparationError) as caught:
-            make("compile", lambda: part(torch.ones(3))).prepare()
+            prepare(make("compile", lambda: part(torch.ones(3))))
     assert isinstance(caught.value.__cause__, StepCompilationError) != fullgraph
 
 
@@ -108,7 +113,7 @@ def test_a_part_that_compiles_on_every_run_is_refused():
     scale = compiled(lambda x, position: x * position)
     positions = iter(range(2, 1000))
     with pytest.raises(StepPreparationError):
-        make("compile", lambda: scale(torch.ones(3), next(positions))).prepare()
+        prepare(make("compile", lambda: scale(torch.ones(3), next(positions))))
 
 
 def test_other_threads_may_compile_while_a_step_is_prepared():
@@ -123,7 +128,7 @@ def test_other_threads_may_compile_while_a_step_is_prepared():
             answers.append(other.submit(lambda: foreign(torch.ones(size))).result())
         return own(torch.ones(2))
 
-    Step("compile", fn, "demo").prepare()
+    prepare(Step("compile", fn, "demo"))
     assert [answer.tolist() for answer in answers] == [[5] * 2, [5] * 3]
 
 
@@ -135,7 +140,7 @@ class TestCudaGraphs:
     def test_replays_follow_the_inputs(self):
         fn = Counter("cuda")
         step = Step("graph", fn, "demo", CudaGraphCapturer("cuda"))
-        step.prepare()
+        prepare(step)
         assert step.bytes >= 0
         address = step.run().data_ptr()
         for _ in range(50):
@@ -154,7 +159,7 @@ class TestCudaGraphs:
         for n in (64, 56, 48, 40, 32, 24, 16, 8):
             x = torch.randn(n, 1 << 18, device="cuda")
             steps[n] = (x, Step("graph", lambda x=x: (x.sin() * 2).sum(-1), f"{n}", capturer))
-            steps[n][1].prepare()
+            prepare(steps[n][1])
         sizes = [step.bytes for _, step in steps.values()]
         assert sum(sizes) <= 1.5 * sizes[0]
         for x, step in steps.values():
@@ -164,7 +169,7 @@ class TestCudaGraphs:
         part = torch.compile(lambda x: (x * 3).relu().sum(-1), dynamic=False)
         x = torch.randn(4, 300, device="cuda")
         step = Step("graph", lambda: part(x), "demo", CudaGraphCapturer("cuda"))
-        step.prepare()
+        prepare(step)
         x.copy_(torch.randn(4, 300))
         torch.testing.assert_close(step.run(), (x * 3).relu().sum(-1))
 
@@ -173,11 +178,11 @@ class TestCudaGraphs:
         x = torch.randn(5, device="cuda")
         stream = torch.cuda.current_stream()
         with pytest.raises(StepPreparationError):
-            Step("graph", lambda: x.sum().item(), "waits", capturer).prepare()
+            prepare(Step("graph", lambda: x.sum().item(), "waits", capturer))
         assert torch.cuda.current_stream() == stream
         assert gc.isenabled()
         step = Step("graph", lambda: x * 2, "demo", CudaGraphCapturer("cuda"))
-        step.prepare()
+        prepare(step)
         torch.testing.assert_close(step.run(), x * 2)
 
     def test_another_thread_may_use_the_device_meanwhile(self):
@@ -193,7 +198,7 @@ class TestCudaGraphs:
             x = torch.randn(9, device="cuda")
             for _ in range(10):
                 step = Step("graph", lambda: x * 2, "demo", CudaGraphCapturer("cuda"))
-                step.prepare()
+                prepare(step)
                 torch.testing.assert_close(step.run(), x * 2)
         finally:
             stop.set()

@@ -211,7 +211,8 @@ def test_graph_nodes_of_a_real_capture() -> None:
 
     step = Step("graph", fn, "demo", CudaGraphCapturer("cuda"), KEY)
     with attribution.recording() as names:
-        step.prepare()
+        step.warm_up()
+        step.record()
     assert torch.equal(step.run(), fn())
     (captured,) = names.steps
     assert list(dict.fromkeys(node.label for node in captured.nodes)) == [

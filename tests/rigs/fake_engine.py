@@ -100,7 +100,7 @@ def fake_engine(
         tokenizer=tokenizer,
         sampling_defaults=SamplingDefaults(),
         groups=groups_of((None,)),
-        plan=SimpleNamespace(num_blocks=num_blocks, max_batch_tokens=64),
+        plan=SimpleNamespace(num_blocks=num_blocks, host_blocks=0, max_batch_tokens=64),
         runner=runner,
         reconcile=dict,
         phases=(),

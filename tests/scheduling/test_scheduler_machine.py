@@ -164,9 +164,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.unfinished)
     @rule(index=st.integers(0, 100), resumes=st.booleans())
     def pause(self, index: int, resumes: bool) -> None:
-        requests = self.rig.loop.requests
-        change = requests.resume if resumes else requests.pause
-        change(self.unfinished[list(self.unfinished)[index % len(self.unfinished)]])
+        group = self.unfinished[list(self.unfinished)[index % len(self.unfinished)]]
+        self.rig.loop.requests.set_paused(group, not resumes)
 
     def check_output(self, output: RequestOutput) -> None:
         name = output.request_id
@@ -218,7 +217,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "rig"):
             for group in self.unfinished.values():
-                self.rig.loop.requests.resume(group)
+                self.rig.loop.requests.set_paused(group, False)
             for output in self.rig.drain():
                 self.check_output(output)
             assert not self.unfinished

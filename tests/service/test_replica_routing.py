@@ -89,11 +89,11 @@ def test_cached_keys_are_those_of_the_pool_in_the_order_of_eviction(rng: random.
                 pool.publish(block, b"key %d" % turn)
         elif held:
             pool.free([held.pop(rng.randrange(len(held)))])
-    keys = pool.cached_keys()
-    listed = keys.latest(100)
+    latest = pool.cached_keys()
+    listed = latest(100)
     published = [key for key in (b"key %d" % turn for turn in range(40)) if pool.find(key)]
     assert sorted(listed) == sorted(published)
-    assert keys.latest(3) == listed[:3]
+    assert latest(3) == listed[:3]
     while pool.num_free:  # evicts all free blocks
         evicted = [key for key in listed if not pool.find(key)]
         assert evicted == listed[len(listed) - len(evicted) :]
