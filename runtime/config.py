@@ -8,9 +8,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fractions import Fraction
+from math import floor
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from ..cache.memory.handler import MemoryBudget
 from .arguments import Range, check_fields, from_mapping
 from .bounded_repr import bounded_repr
 from .errors import ConfigError
@@ -275,15 +276,12 @@ class EngineConfig:
                     field="buckets",
                 )
 
-    def memory_budget(self, device: torch.device) -> MemoryBudget:
-        """Return the budget that was given, or the default share of the free memory."""
+    def budget_bytes(self, device: torch.device, available: int) -> int | None:
+        """Return the bytes that the engine may use if `available` are free.
+
+        None: all of them, because the size of the cache is given.
+        """
         fraction = self.memory_fraction
         if fraction is self.memory_bytes is self.memory_tokens is self.num_blocks is None:
             fraction = DEFAULT_MEMORY_FRACTION[device.type]
-        return MemoryBudget(
-            fraction=fraction,
-            bytes=self.memory_bytes,
-            context_tokens=self.memory_tokens,
-            num_blocks=self.num_blocks,
-            max_batch_tokens=self.max_batch_tokens,
-        )
+        return self.memory_bytes if fraction is None else floor(Fraction(fraction) * available)

@@ -11,11 +11,9 @@ non-decreasing. So a plan is found by bisection, exact to the byte.
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from fractions import Fraction
 
 from ..spec import LayerGroup
 
@@ -307,69 +305,50 @@ class MemoryBudgetError(ValueError):
         self.limit_bytes = limit_bytes
 
 
-@dataclass(frozen=True, kw_only=True)
-class MemoryBudget:
-    """The memory that an engine may use, and its sizes; those that are None are solved for.
-
-    Attributes:
-        fraction: share of the free bytes of the device, above 0 to 1. It covers the weights.
-        bytes: total bytes; they cover the weights, loaded or not. Without `bytes` and `fraction`,
-            all free bytes of the device.
-        context_tokens: tokens of context that the cache holds, in requests of `max_model_len`
-            tokens (see `ModelFootprint.context_blocks`).
-        num_blocks: blocks of the cache, null block included, at least 2.
-        max_batch_tokens: maximum tokens of a step.
-    """
-
-    fraction: float | None = None
-    bytes: int | None = None
-    context_tokens: int | None = None
-    num_blocks: int | None = None
-    max_batch_tokens: int | None = None
-
-
 def plan_memory(
     footprint: ModelFootprint,
-    budget: MemoryBudget,
     *,
     available_bytes: int,
+    budget_bytes: int | None = None,
+    context_tokens: int | None = None,
+    num_blocks: int | None = None,
+    max_batch_tokens: int | None = None,
     capped: bool = False,
 ) -> MemoryPlan:
     """Solve for the number of blocks and of batch tokens that a budget allows.
 
-    A solved number is maximal: the plan fits, and one more would not. Batch tokens are solved for
-    if the budget has bytes and blocks: they are between `footprint.least_batch_tokens` and
+    What is None is solved for. A solved number is maximal: the plan fits, and one more would not.
+    With bytes and blocks, batch tokens are between `footprint.least_batch_tokens` and
     `footprint.most_batch_tokens`. Otherwise they are `footprint.batch_tokens`.
 
     Args:
         footprint: the memory that the model needs.
-        budget: the memory that it may use.
         available_bytes: free bytes of the device now.
+        budget_bytes: bytes that the engine may use, its weights included, loaded or not; None: all
+            free bytes.
+        context_tokens: tokens of context that the cache holds, in requests of `max_model_len`
+            tokens (see `ModelFootprint.context_blocks`).
+        num_blocks: blocks of the cache, null block included, at least 2.
+        max_batch_tokens: maximum tokens of a step.
         capped: whether a solution has at most `footprint.most_blocks`, whatever the budget allows.
 
     Raises:
         MemoryBudgetError: the batch tokens or blocks are too few, or the budget or the device is
             too small; the message lists every term.
     """
-    least, max_batch_tokens = footprint.least_batch_tokens, budget.max_batch_tokens
+    least = footprint.least_batch_tokens
     if max_batch_tokens is not None and max_batch_tokens < least:
         raise MemoryBudgetError(
             f"max_batch_tokens must be at least {least}, one token for each of max_num_seqs and one"
             f" of a prompt, got {max_batch_tokens}"
         )
 
-    ceiling = available_bytes
-    if budget.fraction is not None:
-        ceiling = math.floor(Fraction(budget.fraction) * available_bytes)
-    elif budget.bytes is not None:
-        ceiling = budget.bytes
-
-    fixed_blocks, has_bytes = budget.num_blocks, not (budget.fraction is budget.bytes is None)
-    if budget.context_tokens is not None:
-        fixed_blocks = max(footprint.context_blocks(budget.context_tokens), footprint.least_blocks)
-    if fixed_blocks is not None and fixed_blocks < footprint.least_blocks:
+    ceiling = available_bytes if budget_bytes is None else budget_bytes
+    if context_tokens is not None:
+        num_blocks = max(footprint.context_blocks(context_tokens), footprint.least_blocks)
+    if num_blocks is not None and num_blocks < footprint.least_blocks:
         raise MemoryBudgetError(
-            f"num_blocks={fixed_blocks} is too few: the model has {len(footprint.groups)} layer "
+            f"num_blocks={num_blocks} is too few: the model has {len(footprint.groups)} layer "
             f"groups, and one token takes a block in each of them, besides the null block: give at "
             f"least {footprint.least_blocks}"
         )
@@ -377,16 +356,16 @@ def plan_memory(
     # Where nothing fits, the smallest cache that works is planned, so that the error has its terms.
     tokens_of = footprint.batch_tokens if max_batch_tokens is None else lambda _: max_batch_tokens
     exceeds = False
-    if fixed_blocks is None:
+    if num_blocks is None:
         # A block costs at least its own bytes: an upper bound, exact if no other term grows.
         bound = (ceiling - footprint.total(0, tokens_of(0))) // footprint.block_bytes
         blocks = _last(range(bound + 1), ceiling, lambda n: footprint.total(n, tokens_of(n)))
         exceeds = capped and blocks > footprint.most_blocks
         blocks = max(footprint.most_blocks if exceeds else blocks, footprint.least_blocks)
     else:
-        blocks = fixed_blocks
+        blocks = num_blocks
     tokens = tokens_of(blocks)
-    if has_bytes and fixed_blocks is not None and max_batch_tokens is None:
+    if budget_bytes is not None and num_blocks is not None and max_batch_tokens is None:
         candidates = range(least, footprint.most_batch_tokens + 1)
         tokens = least + max(_last(candidates, ceiling, lambda m: footprint.total(blocks, m)), 0)
 
@@ -406,7 +385,7 @@ def plan_memory(
     # A budget of bytes, blocks or context may exceed the memory of the device.
     limit = min(ceiling, available_bytes)
     if plan.total > limit:
-        raise _too_small(plan, limit, blocks_given=fixed_blocks is not None)
+        raise _too_small(plan, limit, blocks_given=num_blocks is not None)
     return plan
 
 

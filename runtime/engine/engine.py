@@ -586,7 +586,8 @@ class Engine:
 
     def check_ranks(self) -> None:
         """Raise `RankError` if another process of a tensor-parallel engine has failed."""
-        self._run("check_ranks", StepLoop.check_ranks)
+        if (group := self._loop.group) is not None:
+            self._run("check_ranks", lambda _: group.check())
 
     def check_integrity(self) -> None:
         """Assert all invariants that hold between two steps. For tests."""

@@ -266,11 +266,6 @@ class StepLoop:
         """Whether the next step has work or outputs."""
         return bool(self.requests.groups or self.requests.ready or self._launched)
 
-    def check_ranks(self) -> None:
-        """Raise `RankError` if another rank of a tensor-parallel engine has failed."""
-        if self.group is not None:
-            self.group.check()
-
     @property
     def num_posted(self) -> int:
         """Posted requests that the next step will queue."""

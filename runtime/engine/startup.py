@@ -380,8 +380,11 @@ def plan_engine(
     try:
         plan = plan_memory(
             footprint,
-            user.memory_budget(config.device),
             available_bytes=memory.available,
+            budget_bytes=user.budget_bytes(config.device, memory.available),
+            context_tokens=user.memory_tokens,
+            num_blocks=user.num_blocks,
+            max_batch_tokens=user.max_batch_tokens,
             capped=capped,
         )
     except MemoryBudgetError as error:

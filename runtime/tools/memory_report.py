@@ -13,7 +13,7 @@ import torch
 
 from ...cache.arena import Arena
 from ...cache.memory.device_memory import DeviceMemory
-from ...cache.memory.handler import MemoryBudget, MemoryBudgetError, format_bytes, plan_memory
+from ...cache.memory.handler import MemoryBudgetError, format_bytes, plan_memory
 from ...cache.spec import group_layers
 from ..config import MAX_ROWS, EngineConfig
 from ..engine.memory import model_footprint
@@ -182,13 +182,14 @@ def _answers(
         footprint = model_footprint(
             model, changed, kernels, groups, host_shared=memory.shared_with_os
         )
-        budget = MemoryBudget(
-            bytes=budget_bytes,
-            num_blocks=footprint.most_blocks,
-            max_batch_tokens=footprint.most_batch_tokens,
-        )
         try:
-            plan_memory(footprint, budget, available_bytes=memory.available)
+            plan_memory(
+                footprint,
+                available_bytes=memory.available,
+                budget_bytes=budget_bytes,
+                num_blocks=footprint.most_blocks,
+                max_batch_tokens=footprint.most_batch_tokens,
+            )
         except MemoryBudgetError:
             return False
         return True

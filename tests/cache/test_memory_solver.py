@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from stepgraph.cache.memory.handler import (
-    MemoryBudget,
     MemoryBudgetError,
     MemoryPlan,
     ModelFootprint,
@@ -91,15 +90,8 @@ class Case:
     """A random question to the handler, with a budget that is a share of enough or too little."""
 
     footprint: ModelFootprint
-    budget: MemoryBudget
+    ceiling: int
     available: int
-
-    @property
-    def ceiling(self) -> int:
-        if self.budget.bytes is not None:
-            return self.budget.bytes
-        assert self.budget.fraction is not None
-        return math.floor(Fraction(self.budget.fraction) * self.available)
 
     def total(self, blocks: int, tokens: int) -> int:
         return written_out(self.footprint, blocks, tokens)
@@ -112,9 +104,10 @@ class Case:
     def solve(self, *, capped: bool, **fixed: int | None) -> MemoryPlan:
         plan = plan_memory(
             self.footprint,
-            dataclasses.replace(self.budget, **fixed),
             available_bytes=self.available,
+            budget_bytes=self.ceiling,
             capped=capped,
+            **fixed,
         )
         assert plan.budget_bytes == self.ceiling
         assert plan.total == self.total(plan.num_blocks, plan.max_batch_tokens) <= self.ceiling
@@ -126,12 +119,8 @@ def cases(draw: st.DrawFn) -> Case:
     footprint = draw(footprints())
     least = written_out(footprint, footprint.least_blocks, footprint.max_num_seqs + 1)
     room = max(1, least + draw(st.integers(-(1 << 20), 1 << 24) | sizes(1 << 42)))
-    budget = draw(
-        st.sampled_from([MemoryBudget(fraction=f) for f in (0.1, 0.5, 0.9, 1.0)] + [None])
-    )
-    if budget is None:
-        budget = MemoryBudget(bytes=room)
-    return Case(footprint, budget, room)
+    share = draw(st.sampled_from([Fraction(f) for f in (0.1, 0.5, 0.9, 1.0)]))
+    return Case(footprint, math.floor(share * room), room)
 
 
 @settings(max_examples=150)
@@ -186,12 +175,9 @@ def test_no_term_falls(footprint: ModelFootprint, blocks: int, tokens: int) -> N
 @settings(max_examples=60)
 @given(footprints(), st.integers(1, 1 << 22))
 def test_budget_of_context(footprint: ModelFootprint, tokens: int) -> None:
-    def ask(budget: MemoryBudget) -> MemoryPlan:
-        return plan_memory(footprint, budget, available_bytes=1 << 90)
-
-    plan = ask(MemoryBudget(context_tokens=tokens))
+    plan = plan_memory(footprint, context_tokens=tokens, available_bytes=1 << 90)
     assert plan.context_tokens >= tokens
-    assert plan == ask(MemoryBudget(num_blocks=plan.num_blocks))
+    assert plan == plan_memory(footprint, num_blocks=plan.num_blocks, available_bytes=1 << 90)
     if plan.num_blocks > footprint.least_blocks:
         assert footprint.context_tokens(plan.num_blocks - 1) < tokens
 
@@ -226,22 +212,22 @@ def test_sliding_groups_are_capped() -> None:
 
 def test_every_group_takes_a_block_at_least() -> None:
     with pytest.raises(MemoryBudgetError):
-        plan_memory(hybrid(), MemoryBudget(num_blocks=2), available_bytes=1 << 40)
-    plan = plan_memory(hybrid(), MemoryBudget(num_blocks=3), available_bytes=1 << 40)
+        plan_memory(hybrid(), num_blocks=2, available_bytes=1 << 40)
+    plan = plan_memory(hybrid(), num_blocks=3, available_bytes=1 << 40)
     assert (plan.longest_request, plan.context_tokens) == (16, 16)
 
 
 @pytest.mark.parametrize(
     "budget",
     [
-        MemoryBudget(num_blocks=1 << 20),
-        MemoryBudget(context_tokens=1 << 24),
-        MemoryBudget(bytes=20 << 30),
+        {"num_blocks": 1 << 20},
+        {"context_tokens": 1 << 24},
+        {"budget_bytes": 20 << 30},
     ],
 )
-def test_budget_above_what_the_device_has(budget: MemoryBudget) -> None:
+def test_budget_above_what_the_device_has(budget: dict[str, int]) -> None:
     with pytest.raises(MemoryBudgetError) as refused:
-        plan_memory(hybrid(), budget, available_bytes=1 << 30)
+        plan_memory(hybrid(), available_bytes=1 << 30, **budget)
     assert refused.value.limit_bytes == 1 << 30
 
 
@@ -250,8 +236,9 @@ def test_host_terms_count_where_the_memory_is_one(shared: bool) -> None:
     footprint = dataclasses.replace(
         hybrid(), host_blocks=1000, buffer_bytes=lambda *_: (0, 5000), host_shared=shared
     )
-    budget = MemoryBudget(bytes=1 << 30, max_batch_tokens=64)
-    plan = plan_memory(footprint, budget, available_bytes=1 << 31)
+    plan = plan_memory(
+        footprint, available_bytes=1 << 31, budget_bytes=1 << 30, max_batch_tokens=64
+    )
     assert plan.host_total == 1000 * footprint.block_bytes + 5000
     assert plan.total == sum(plan.terms.values()) - (0 if shared else plan.host_total)
     assert 0 <= (1 << 30) - plan.total < footprint.block_bytes

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from stepgraph.cache.memory.handler import MemoryBudget
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.errors import ConfigError, RequestError
 from stepgraph.runtime.models import resolved_config
@@ -72,18 +71,18 @@ def test_choices_that_contradict_each_other(choices: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("choices", "budget"),
     [
-        ({}, MemoryBudget(fraction=0.5)),
-        ({"memory_fraction": 0.25}, MemoryBudget(fraction=0.25)),
-        ({"memory_bytes": 10**9}, MemoryBudget(bytes=10**9)),
-        ({"memory_tokens": 4096}, MemoryBudget(context_tokens=4096)),
-        ({"num_blocks": 12}, MemoryBudget(num_blocks=12)),
-        ({"num_blocks": 12, "memory_bytes": 10**9}, MemoryBudget(bytes=10**9, num_blocks=12)),
-        ({"num_blocks": 12, "memory_fraction": 0.5}, MemoryBudget(fraction=0.5, num_blocks=12)),
-        ({"max_batch_tokens": 64}, MemoryBudget(fraction=0.5, max_batch_tokens=64)),
+        ({}, 500),
+        ({"memory_fraction": 0.2509}, 250),
+        ({"memory_bytes": 10**9}, 10**9),
+        ({"memory_tokens": 4096}, None),
+        ({"num_blocks": 12}, None),
+        ({"num_blocks": 12, "memory_bytes": 10**9}, 10**9),
+        ({"num_blocks": 12, "memory_fraction": 0.25}, 250),
+        ({"max_batch_tokens": 64}, 500),
     ],
 )
-def test_memory_budget(choices: dict[str, Any], budget: MemoryBudget) -> None:
-    assert EngineConfig(**choices).memory_budget(torch.device("cpu")) == budget
+def test_memory_budget(choices: dict[str, Any], budget: int | None) -> None:
+    assert EngineConfig(**choices).budget_bytes(torch.device("cpu"), 1000) == budget
 
 
 def refused(field: str) -> Any:
