@@ -20,23 +20,9 @@ from stepgraph.runtime.kernels.ops.collectives import largest_of_ranks
 from torch import Tensor
 
 from ..rigs.forked_ranks import ForkedGroup, ForkedRanks, run_ranks
+from ..rigs.sharding_rig import reference_largest, reference_sum
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def reference_sum(parts: list[Tensor]) -> Tensor:
-    total = parts[0].float()
-    for part in parts[1:]:
-        total = total + part.float()
-    return total.to(parts[0].dtype)
-
-
-def reference_largest(values: list[Tensor], ids: list[Tensor]) -> tuple[Tensor, Tensor]:
-    best, best_ids = values[0].clone(), ids[0].clone()
-    for value, number in zip(values[1:], ids[1:], strict=True):
-        better = (value > best) | (value.isnan() & ~best.isnan())
-        best, best_ids = torch.where(better, value, best), torch.where(better, number, best_ids)
-    return best, best_ids
 
 
 def same(a: Tensor, b: Tensor) -> bool:

@@ -23,17 +23,20 @@ from stepgraph.runtime.models.sharding import ShardedVocabulary
 from stepgraph.runtime.sampling.reference_sampler import sample_greedy
 from stepgraph.runtime.sampling_params import SamplingParams
 
-from ..rigs.sharding_rig import ThreadCollectives, on_ranks, tiny_config, write_checkpoint
-from ..rigs.sharding_steps import (
+from ..rigs.sharding_rig import (
     COLUMNS,
     CPU,
     PROMPTS,
     RankSteps,
+    ThreadCollectives,
+    on_ranks,
     plain_kernels,
     rank_steps,
     sharded_runs,
     stored_weights,
+    tiny_config,
     whole_run,
+    write_checkpoint,
 )
 from ..rigs.tiny_models import VARIANTS
 

@@ -23,8 +23,7 @@ from stepgraph.runtime.models.plan import model_plan
 from stepgraph.runtime.models.sharding import shard_plan
 
 from ..rigs.forked_ranks import ForkedRanks
-from ..rigs.sharding_rig import tiny_config, write_checkpoint
-from ..rigs.sharding_steps import rank_steps, whole_run
+from ..rigs.sharding_rig import rank_steps, tiny_config, whole_run, write_checkpoint
 
 
 @pytest.mark.parametrize("variant", ["base", "gemma2", "mixtral", "olmo3", "granite"])

@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from ..rigs.engine_rig import opened
-from ..rigs.sharding_steps import plain_kernels, sharded_runs, whole_run
+from ..rigs.sharding_rig import plain_kernels, sharded_runs, whole_run
 from ..rigs.tiny_models import TinyModel
 
 Stored = tuple[dict[str, Tensor], Tensor]

@@ -17,8 +17,16 @@ from stepgraph.runtime.models.config import ModelConfig
 from stepgraph.runtime.models.plan import Source, fused_layout, model_plan
 from stepgraph.runtime.models.presets import PRESETS
 
-from ..rigs.sharding_rig import ThreadCollectives, on_ranks, tiny_config, write_checkpoint
-from ..rigs.sharding_steps import RankSteps, plain_kernels, rank_steps, stored_weights
+from ..rigs.sharding_rig import (
+    RankSteps,
+    ThreadCollectives,
+    on_ranks,
+    plain_kernels,
+    rank_steps,
+    stored_weights,
+    tiny_config,
+    write_checkpoint,
+)
 
 
 def small(preset: str, **changes: Any) -> ModelConfig:

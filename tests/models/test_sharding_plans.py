@@ -18,8 +18,7 @@ from stepgraph.runtime.models.plan import model_plan, shard_config
 from stepgraph.runtime.models.presets import PRESETS, preset
 from stepgraph.runtime.models.sharding import allowed_ranks, check_ranks, shard_plan
 
-from ..rigs.sharding_rig import tiny_config, write_checkpoint
-from ..rigs.sharding_steps import sharded_runs, whole_run
+from ..rigs.sharding_rig import sharded_runs, tiny_config, whole_run, write_checkpoint
 
 FAMILIES = ("base", "biases", "phi3", "glm4", "olmo2", "gemma2", "gpt_oss", "mixtral", "llama4")
 LATENT = ("deepseek_v2", "deepseek_v3", "deepseek_v2_moe", "deepseek_v3_moe")

@@ -1,25 +1,32 @@
-"""Ranks of a tensor-parallel group as threads, and shards of tiny models for them."""
+"""Ranks of a tensor-parallel group as threads, shards of tiny models for them, and their steps."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from safetensors.torch import save_file
 from stepgraph.cache.spec import group_layers
-from stepgraph.runtime.kernels import Kernels
-from stepgraph.runtime.loading.loader import random_weights
+from stepgraph.runtime.execution.step_key import StepKey, StepOutput
+from stepgraph.runtime.kernels import Kernels, select_kernels
+from stepgraph.runtime.kernels.ops.collectives import Collectives
+from stepgraph.runtime.kernels.weights import MODEL, WeightStorage
+from stepgraph.runtime.loading.checkpoint import CheckpointReader
+from stepgraph.runtime.loading.loader import iter_weights, random_weights
 from stepgraph.runtime.models.config import ModelConfig
 from stepgraph.runtime.models.decoder import Decoder
 from stepgraph.runtime.models.families import FAMILIES
 from stepgraph.runtime.models.plan import fused_layout, model_plan
+from stepgraph.runtime.sampling_params import SamplingParams
 
+from .step_rig import CPU, StepRig
 from .tiny_models import BASE, VARIANTS
 
 T = TypeVar("T")
@@ -48,6 +55,24 @@ class Meeting:
         self._barrier.abort()
 
 
+def reference_sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = total + part.float()
+    return total.to(parts[0].dtype)
+
+
+def reference_largest(
+    values: Sequence[torch.Tensor], ids: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of equal ones the first, NaN as the largest."""
+    best, best_ids = values[0].clone(), ids[0].clone()
+    for value, number in zip(values[1:], ids[1:], strict=True):
+        better = (value > best) | (value.isnan() & ~best.isnan())
+        best, best_ids = torch.where(better, value, best), torch.where(better, number, best_ids)
+    return best, best_ids
+
+
 class ThreadCollectives:
     """`Collectives` of a thread. Tensors of different shapes are errors, and counted are calls."""
 
@@ -60,10 +85,7 @@ class ThreadCollectives:
 
     def all_reduce(self, x_BF: torch.Tensor) -> torch.Tensor:
         values = self._exchange("all_reduce", x_BF, x_BF.shape, x_BF.clone())
-        total = values[0].float()
-        for value in values[1:]:
-            total = total + value.float()
-        return total.to(x_BF.dtype)
+        return reference_sum(values)
 
     def gather(self, x_BF: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         assert x_BF.shape[1] == sizes[self.rank]
@@ -154,3 +176,140 @@ def random_decoder(config: ModelConfig, kernels: Kernels, dtype: torch.dtype) ->
 
 def _round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
+
+
+BLOCK, COLUMNS = 4, 12
+PROMPTS = ((5, 3, 8, 1, 9, 2, 7, 4, 6, 11, 13, 12, 10, 0, 5, 5, 3, 2, 17, 19), (7, 3), (30,))
+
+
+class Run(NamedTuple):
+    """What a model computes for `PROMPTS`."""
+
+    logits: list[torch.Tensor]
+    """Full logits after the prompts, and of the last decode step; `[rows, V]`."""
+    tokens: torch.Tensor
+    """Of the prefill and decode steps, `[steps, rows]`."""
+
+
+Weights = Iterable[tuple[str, torch.Tensor]]
+
+
+class RankSteps(StepRig):
+    """The steps of a decoder, of a whole model or of the shard of its config."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        kernels: Kernels,
+        *,
+        dtype: torch.dtype = torch.float32,
+        compiled: bool = False,
+        params: SamplingParams | None = None,
+    ) -> None:
+        rows, self.tokens = len(PROMPTS), sum(map(len, PROMPTS))
+        super().__init__(
+            config,
+            kernels,
+            dtype,
+            rows=rows,
+            columns=COLUMNS,
+            block_size=BLOCK,
+            lanes=rows,
+            drafts=2,
+            prefill_tokens=self.tokens,
+            params=[params] * rows if params is not None else (),
+            compiled=compiled,
+        )
+        self.decoder.store(weights)
+        self.full = params is not None
+        inputs = self.inputs.device
+        everyone = torch.arange(rows)
+        counts = torch.tensor([len(prompt) for prompt in PROMPTS])
+        inputs.decode_rows[:rows] = everyone
+        inputs.prefill_rows[:rows] = everyone
+        inputs.sample_rows[:rows] = everyone
+        inputs.query_start_loc[1 : rows + 1] = counts.cumsum(0)
+        inputs.token_rows[:] = everyone.repeat_interleave(counts)
+        inputs.positions[:] = torch.cat([torch.arange(n) for n in counts.tolist()])
+        ids = torch.tensor([token for prompt in PROMPTS for token in prompt])
+        inputs.token_ids[:] = ids % config.vocab_size
+
+    def prefill(self) -> StepOutput:
+        return self.functions.bind(StepKey("prefill", self.tokens, COLUMNS, self.full))()
+
+    def decode(self) -> StepOutput:
+        return self.functions.bind(StepKey("decode", len(PROMPTS), COLUMNS, self.full))()
+
+    def verify(self, drafts: Sequence[Sequence[int]]) -> StepOutput:
+        self.drafts.device.token_ids[:, : len(drafts[0])] = torch.tensor(drafts)
+        self.drafts.device.counts.fill_(1 + len(drafts[0]))
+        key = StepKey("decode", len(PROMPTS), COLUMNS, self.full, tokens_per_row=1 + len(drafts[0]))
+        return self.functions.bind(key)()
+
+    def full_logits(self, output: StepOutput) -> torch.Tensor:
+        """The logits of all tokens, `[..., V]`."""
+        if self.full or self.decoder.vocabulary is None:
+            return output.logits
+        positions = output.logits.shape[:-1]
+        gathered = self.decoder.vocabulary.gather(output.logits.flatten(0, -2))
+        return gathered.view(*positions, -1)
+
+    def run(self, steps: int = 6) -> Run:
+        """Prefill all prompts, then decode step by step."""
+        outputs = [self.prefill()]
+        first = self.full_logits(outputs[0]).clone()
+        tokens = [outputs[0].tokens.clone()]
+        for _ in range(steps):
+            outputs.append(self.decode())
+            tokens.append(outputs[-1].tokens.clone())
+        last = self.full_logits(outputs[-1]).clone()
+        self.functions.close()
+        return Run([first, last], torch.stack(tokens))
+
+
+def stored_weights(
+    config: ModelConfig, directory: Path, dtype: torch.dtype = torch.float32
+) -> Weights:
+    """The weights of a checkpoint, or the part of one rank."""
+    with CheckpointReader(directory) as reader:
+        yield from iter_weights(reader, config, dtype)
+
+
+def whole_run(config: ModelConfig, directory: Path, **options: Any) -> Run:
+    """What the whole model computes, in plain PyTorch."""
+    weights = stored_weights(config, directory, options.get("dtype", torch.float32))
+    with torch.no_grad():
+        return RankSteps(config, weights, plain_kernels(), **options).run()
+
+
+def sharded_runs(
+    config: ModelConfig,
+    directory: Path,
+    ranks: int,
+    kernels: Kernels | None = None,
+    **options: Any,
+) -> list[Run]:
+    """What each rank computes."""
+    return on_ranks(
+        ranks,
+        lambda group: rank_steps(config, directory, group, kernels, **options).run(),
+    )
+
+
+def rank_steps(
+    config: ModelConfig,
+    directory: Path,
+    collectives: Collectives,
+    kernels: Kernels | None = None,
+    **options: Any,
+) -> RankSteps:
+    """The steps of one rank."""
+    own = replace(config, shard=(collectives.rank, collectives.ranks))
+    weights = stored_weights(own, directory, options.get("dtype", torch.float32))
+    kernels = replace(kernels or plain_kernels(), collectives=collectives)
+    return RankSteps(own, weights, kernels, **options)
+
+
+def plain_kernels(weights: WeightStorage = MODEL) -> Kernels:
+    return select_kernels(CPU, "eager", torch.float32, weights)
