@@ -301,8 +301,10 @@ class StepLibrary(Generic[K, O]):
     def run(self, key: K) -> O:
         """Run the step for `key`, or the fallback, and return its output (see `Step`)."""
         step = self.steps.get(key)
-        if step is not None:
-            return step.run()
+        return self.run_fallback(key) if step is None else step.run()
+
+    def run_fallback(self, key: K) -> O:
+        """Run a key as it is where no step is prepared; logged once per key."""
         assert self.steps, f"step {key} is looked up in a library that is not prepared"
         self.misses += 1
         fn = self._fallbacks.get(key)
