@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from stepgraph.runtime import kernels
 from stepgraph.runtime.kernels import Routing, packed_experts, reference_experts
 from stepgraph.runtime.kernels.ops import experts as module
-from stepgraph.runtime.kernels.ops.experts import reference_choice, reference_route
+from stepgraph.runtime.kernels.ops.experts import by_expert, reference_choice, reference_route
 from stepgraph.runtime.kernels.ops.experts_operator import opaque_experts
 from stepgraph.runtime.kernels.ops.linear import LinearTensors
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -242,7 +242,7 @@ def test_padding_and_experts_that_are_not_chosen_are_not_read(
     expected = packed_experts(op, x, packed(mixture)) * live_T[:, None]
     if op.shared == 0:
         _, chosen = choice(mixture, x[live_T])
-        stacked = mixture.tensors.by_expert(op.total).gate_up
+        stacked = by_expert(mixture.tensors.gate_up, op.total)
         weights = stacked.weight if stacked.scales is None else stacked.scales
         for expert in set(range(op.total)) - set(chosen.flatten().tolist()):
             weights[expert] = torch.nan  # a view

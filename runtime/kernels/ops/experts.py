@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..weights import dequantise
 from .activation import Activate, gated_activation
-from .linear import LinearTensors, Projection, linear_in_float32, reference_linear
+from .linear import LinearTensors, linear_in_float32, projection, reference_linear
 from .operation import Binding, LayerStep, Operation, Run, ShardedLayer, Vector
 from .parameter import Parameter, cut
 
@@ -126,12 +126,7 @@ class Experts(Operation):
         if self.correction is not None:
             dtype = self.correction.dtype
             correction = to.module(self.correction, lambda: Vector(dtype))
-
-        def projection(weight: Parameter) -> Any:
-            rows, columns = weight.shape
-            return to.module(weight, lambda: Projection(to.kernels, rows, columns, weight.matrices))
-
-        gate_up, down = projection(self.gate_up), projection(self.down)
+        gate_up, down = projection(to, self.gate_up), projection(to, self.down)
         run_experts = to.kernels.experts
 
         def run(x_TD: Tensor, step: LayerStep) -> Tensor:
@@ -191,21 +186,16 @@ class ExpertTensors(NamedTuple):
     down: LinearTensors
     """Weight `[E * D, F]`, or packed by expert: `[E * ceil(D / 32), steps, 32, w]`."""
 
-    def by_expert(self, total: int) -> ExpertTensors:
-        """Return them with a first dimension of experts where all experts are stacked."""
-        return self._each(lambda stacked: stacked.view(total, -1, *stacked.shape[1:]))
 
-    def of(self, expert: int) -> ExpertTensors:
-        """Return one expert's, from the result of `by_expert`."""
-        return self._each(lambda stacked: stacked[expert])
+def by_expert(linear: LinearTensors, total: int) -> LinearTensors:
+    """Return the tensors of stacked experts with a first dimension of experts."""
+    return _each(linear, lambda stacked: stacked.view(total, -1, *stacked.shape[1:]))
 
-    def _each(self, function: Callable[[Tensor], Tensor]) -> ExpertTensors:
-        """Apply a function to the tensors of experts."""
-        gate_up, down = (
-            LinearTensors(function(weight), *(t if t is None else function(t) for t in others))
-            for weight, *others in (self.gate_up, self.down)
-        )
-        return self._replace(gate_up=gate_up, down=down)
+
+def _each(linear: LinearTensors, function: Callable[[Tensor], Tensor]) -> LinearTensors:
+    weight, scales, bias = linear
+    scales = None if scales is None else function(scales)
+    return LinearTensors(function(weight), scales, None if bias is None else function(bias))
 
 
 def reference_route(
@@ -312,7 +302,7 @@ def _by_expert(
     experts_TK: Tensor,
 ) -> Tensor:
     """Compute expert by expert; reads the numbers of their tokens on the host."""
-    of_expert = tensors.by_expert(op.total)
+    linears = by_expert(tensors.gate_up, op.total), by_expert(tensors.down, op.total)
     weights_N, chosen_N = weights_TK.flatten(), experts_TK.flatten()
     order_N = chosen_N.argsort(stable=True)
     counts = chosen_N.bincount(minlength=op.total)[: op.total].tolist()
@@ -322,16 +312,18 @@ def _by_expert(
             inputs = x_TD[pairs // experts_TK.shape[1]]
             if op.scaled_inputs:
                 inputs = _scaled(inputs, weights_N[pairs])
-            products_ND[pairs] = _expert(op, inputs, of_expert.of(expert))
+            products_ND[pairs] = _expert(op, inputs, expert, *linears)
     return _summed(op, products_ND, weights_TK).to(x_TD.dtype)
 
 
-def _expert(op: Experts, x_MD: Tensor, expert: ExpertTensors) -> Tensor:
-    """Return the products of one expert, float32 `[M, D]`."""
-    weight, scales, bias = expert.gate_up
+def _expert(
+    op: Experts, x_MD: Tensor, expert: int, gate_up: LinearTensors, down: LinearTensors
+) -> Tensor:
+    """Return the products of one expert, float32 `[M, D]`, of tensors `by_expert`."""
+    weight, scales, bias = _each(gate_up, lambda stacked: stacked[expert])
     parts = reference_linear(x_MD, weight, bias, 2 * op.activate.features, scales)
     inner_MF = gated_activation(op.activate)(*parts.chunk(2, dim=-1))
-    return linear_in_float32(inner_MF, expert.down)
+    return linear_in_float32(inner_MF, _each(down, lambda stacked: stacked[expert]))
 
 
 def _by_block(
@@ -372,10 +364,10 @@ def _by_block(
         x_BMD = _scaled(x_BMD, weights_TK.flatten()[pair_BM])
     expert_B = expert_B.clamp(max=total - 1)
     at_once = max(1, _GATHERED_ELEMENTS // (2 * op.activate.features * x_TD.shape[1]))
-    of_expert = tensors.by_expert(total)
+    linears = by_expert(tensors.gate_up, total), by_expert(tensors.down, total)
     products = torch.cat(
         [
-            _blocks(op, part, of_expert, experts)
+            _blocks(op, part, experts, *linears)
             for part, experts in zip(x_BMD.split(at_once), expert_B.split(at_once), strict=True)
         ]
     ).flatten(0, 1)
@@ -390,8 +382,10 @@ def _block_rows(pairs: int, total: int) -> int:
     return min(_MOST_BLOCK_ROWS, 1 << max(0, (pairs - 1) // total).bit_length())
 
 
-def _blocks(op: Experts, x_BMD: Tensor, of_expert: ExpertTensors, expert_B: Tensor) -> Tensor:
-    """Return the products of blocks, float32 `[B, M, D]`."""
+def _blocks(
+    op: Experts, x_BMD: Tensor, expert_B: Tensor, gate_up: LinearTensors, down: LinearTensors
+) -> Tensor:
+    """Return the products of blocks, float32 `[B, M, D]`, of tensors `by_expert`."""
 
     def product(x: Tensor, linear: LinearTensors) -> Tensor:
         weight, scales, bias = linear
@@ -404,9 +398,9 @@ def _blocks(op: Experts, x_BMD: Tensor, of_expert: ExpertTensors, expert_B: Tens
         out = x.float() @ weight_BNK.transpose(1, 2)
         return out if bias is None else out + bias[expert_B][:, None].float()
 
-    parts = product(x_BMD, of_expert.gate_up)
+    parts = product(x_BMD, gate_up)
     inner_BMF = gated_activation(op.activate)(*parts.to(x_BMD.dtype).chunk(2, dim=-1))
-    return product(inner_BMF, of_expert.down)
+    return product(inner_BMF, down)
 
 
 def _scaled(x: Tensor, weights: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -254,6 +254,12 @@ class Projection(nn.Module):
         return self.kernels.linear(x_TD, self.weight, self.bias, self.out_features, self.scales)
 
 
+def projection(to: Binding, weight: Parameter) -> Any:
+    """Return the `Projection` that holds a weight, which may be stacked matrices."""
+    rows, columns = weight.shape
+    return to.module(weight, lambda: Projection(to.kernels, rows, columns, weight.matrices))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Linear(Operation):
     """A product with a weight `[out_features, in_features]`, with an optional bias."""
@@ -282,9 +288,7 @@ class Linear(Operation):
         return (self.weight,) if self.bias is None else (self.weight, self.bias)
 
     def bind(self, to: Binding) -> Run:
-        linear = to.module(
-            self.weight, lambda: Projection(to.kernels, self.out_features, self.in_features)
-        )
+        linear = projection(to, self.weight)
         if not self.split:
             return on_part(linear, self.part)
         sizes, unit = self.split, self.unit
