@@ -373,10 +373,9 @@ class LayerStack(nn.Module):
             cos_KTE, sin_KTE = self._rotations(batch)
         batch = attended or batch
         if self.stack is not None:
+            inputs = (cos_KTE, sin_KTE, (arena,), batch, embeddings_TD)
             with operation("layers"):
-                return self.stack.run(
-                    x_TD, arena, batch, cos_KTE, sin_KTE, aux_layers, embeddings_TD
-                )
+                return self.stack.run(x_TD, inputs, aux_layers)
         arenas = arena_views(arena, self._layouts, batch.block_size, self.storage)
         step = LayerStep(cos_KTE, sin_KTE, arenas, batch, embeddings_TD)
         outputs = []

@@ -248,9 +248,9 @@ class PlanDecoder(nn.Module):
 
     def decode(self, x_TD: Tensor, arena: Tensor, batch: RaggedBatch) -> Tensor:
         cos_KTE, sin_KTE = reference_rotations(batch.positions, self.frequencies)
-        if self.stack is not None:
-            return self.stack.run(x_TD, arena, batch, cos_KTE, sin_KTE)[0]
         step = LayerStep(cos_KTE, sin_KTE, (arena,), batch)
+        if self.stack is not None:
+            return self.stack.run(x_TD, step)[0]
         for layer in self.layers:
             x_TD = layer(x_TD, step)
         normed: Tensor = self.norm(x_TD)

@@ -168,25 +168,21 @@ def stack_obstacle(plan: ModelPlan) -> str | None:
     return blocks_obstacle(plan, KNOWN_TO_STACK)
 
 
+StackInputs = tuple[Tensor, Tensor, tuple[Tensor, ...], RaggedBatch, Tensor | None]
+"""The fields of a `LayerStep`, with one arena."""
+
+
 class Stack(Protocol):
     """All layers of a decoder and its final norm, as one operation."""
 
     def run(
-        self,
-        x_TD: Tensor,
-        arena: Tensor,
-        batch: RaggedBatch,
-        cos_KTE: Tensor,
-        sin_KTE: Tensor,
-        aux_layers: Sequence[int] = (),
-        embeddings_TD: Tensor | None = None,
+        self, x_TD: Tensor, inputs: StackInputs, aux_layers: Sequence[int] = ()
     ) -> tuple[Tensor, Tensor | None]:
         """Run all layers and the final norm: `[T, D]`; writes keys and values.
 
         Also returns the outputs of the layers `aux_layers`, which are ascending, side by side:
-        `[T, len(aux_layers) * D]`, or None without any. Cosines and sines are float32. All
-        positions are below `batch.read_blocks` blocks. Layers with `JoinNorms` need
-        `embeddings_TD`.
+        `[T, len(aux_layers) * D]`, or None without any. All positions are below `read_blocks`
+        blocks of the batch. Layers with `JoinNorms` need the embeddings.
         """
 
     def workspace_bytes(self) -> int:
@@ -233,20 +229,14 @@ class DecoderStack:
         return count
 
     def run(
-        self,
-        x_TD: Tensor,
-        arena: Tensor,
-        batch: RaggedBatch,
-        cos_KTE: Tensor,
-        sin_KTE: Tensor,
-        aux_layers: Sequence[int] = (),
-        embeddings_TD: Tensor | None = None,
+        self, x_TD: Tensor, inputs: StackInputs, aux_layers: Sequence[int] = ()
     ) -> tuple[Tensor, Tensor | None]:
         """See `Stack.run`.
 
         Opaque to torch.compile. Raises RuntimeError for inconsistent arguments and IndexError for
         an index out of range, in both cases before anything is written.
         """
+        cos_KTE, sin_KTE, (arena,), batch, embeddings_TD = inputs
         out_TD, outputs_TD = torch.ops.stepgraph.decoder_stack.default(
             *(x_TD, arena, batch.positions, batch.slots, batch.block_tables, batch.token_rows),
             *(cos_KTE, sin_KTE, batch.read_blocks, self.handle, aux_layers, embeddings_TD),

@@ -37,7 +37,7 @@ from ..ops.experts import Experts, ExpertTensors
 from ..ops.layer_plan import BoundLayer, BoundModel
 from ..ops.linear import LinearTensors
 from ..ops.norms import Norm
-from ..ops.stack import Stack
+from ..ops.stack import Stack, StackInputs
 from .begin import Beginning, EmbeddingTable, begin_decode
 from .decode_attention import decode_attention
 from .expert_routing import Routed, route
@@ -163,25 +163,18 @@ class GpuStack:
 
     @torch.no_grad()
     def run(
-        self,
-        x_TD: Tensor,
-        arena: Tensor,
-        batch: RaggedBatch,
-        cos_KTE: Tensor,
-        sin_KTE: Tensor,
-        aux_layers: Sequence[int] = (),
-        embeddings_TD: Tensor | None = None,
+        self, x_TD: Tensor, inputs: StackInputs, aux_layers: Sequence[int] = ()
     ) -> tuple[Tensor, Tensor | None]:
         """See `Stack.run`. No kernel supports layers that read the embeddings."""
-        assert embeddings_TD is None, "a plan that `fusion_obstacle` refuses"
+        assert inputs[-1] is None, "a plan that `fusion_obstacle` refuses"
         outputs: dict[int, Tensor] = dict.fromkeys(aux_layers, x_TD)
-        chain = _Chain(self, x_TD, arena, batch, cos_KTE, sin_KTE)
+        chain = _Chain(self, x_TD, inputs)
         for index, layer in enumerate(self._layers):
             with operation("layer", index):
                 for kernel in layer:
                     chain.run(kernel)
             if index in outputs:
-                outputs[index] = chain.settle()
+                outputs[index] = chain.normed(None, None)
         normed_TD = chain.normed(self._final_norm, self._norm)
         if not aux_layers:
             return normed_TD, None
@@ -196,18 +189,11 @@ class _Chain:
     the workspace of attention.
     """
 
-    def __init__(
-        self,
-        stack: GpuStack,
-        x_TD: Tensor,
-        arena: Tensor,
-        batch: RaggedBatch,
-        cos_KTE: Tensor,
-        sin_KTE: Tensor,
-    ) -> None:
+    def __init__(self, stack: GpuStack, x_TD: Tensor, inputs: StackInputs) -> None:
         """Begin at the hidden states `x_TD`."""
-        self._operations, self._stack, self._arena = stack.operations, stack, arena
-        self._batch, self._cos, self._sin = batch, cos_KTE, sin_KTE
+        self._operations, self._stack = stack.operations, stack
+        self._cos, self._sin, (self._arena,), batch, _ = inputs
+        self._batch = batch
         self._live = batch.live_tokens if stack.has_experts else None
         self._x = x_TD
         self._delta: tuple[Tensor, GpuNorm] | None = None
@@ -232,8 +218,7 @@ class _Chain:
         compiles other kernels for tensors that do not begin at a multiple of 16 bytes, so the parts
         of tensors do, for each group and kind of rotation.
         """
-        x_TD, width = self._x, like.head_dim
-        traits = (x_TD.dtype, self._stack.storage)
+        x_TD, width, traits = self._x, like.head_dim, (self._x.dtype, self._stack.storage)
         if self._stack.any_batch:
             self._batch = replace(self._batch, slots=_aligned(self._batch.slots))
             self._cos, self._sin = _aligned(self._cos), _aligned(self._sin)
@@ -267,12 +252,6 @@ class _Chain:
             self._value = out_TF
         else:
             self._normed_product(kernel, fused)
-
-    def settle(self) -> Tensor:
-        """Return the hidden states with nothing left to add."""
-        if self._delta is not None:
-            self.normed(None, None)
-        return self._x
 
     def normed(self, norm: Norm | None, bound: GpuNorm | None) -> Tensor:
         """Return the hidden states normed (as they are without a norm), with nothing pending."""
@@ -431,5 +410,5 @@ class GpuDecodeStep:
             block_size=block_size,
             tokens_per_row=1,
         )
-        hidden_TD, _ = stack.run(x_TD, arena, batch, start.cos, start.sin)
+        hidden_TD, _ = stack.run(x_TD, (start.cos, start.sin, (arena,), batch, None))
         return hidden_TD, start.positions
