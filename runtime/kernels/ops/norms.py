@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..choice import Kernels
 from .operation import (
+    QKV,
     Binding,
     LayerStep,
     Operation,
@@ -170,9 +171,7 @@ class QKNorm(Operation):
         if not self.all_heads:
             return lambda qkv, step: (q_norm(qkv[0]), k_norm(qkv[1]), qkv[2])
 
-        def run(
-            qkv: tuple[Tensor, Tensor, Tensor], step: LayerStep
-        ) -> tuple[Tensor, Tensor, Tensor]:
+        def run(qkv: QKV, step: LayerStep) -> QKV:
             q_THE, k_TGE, v_TGE = qkv
             q_THE = q_norm(q_THE.flatten(1)).view(q_THE.shape)
             return q_THE, k_norm(k_TGE.flatten(1)).view(k_TGE.shape), v_TGE
@@ -183,9 +182,7 @@ class QKNorm(Operation):
         """The norm over the heads of all ranks, from the sum of their means of squares."""
         collectives, mean = collectives_of(kernels), per_token(kernels, mean_square)
 
-        def run(
-            qkv: tuple[Tensor, Tensor, Tensor], step: LayerStep
-        ) -> tuple[Tensor, Tensor, Tensor]:
+        def run(qkv: QKV, step: LayerStep) -> QKV:
             q_THE, k_TGE, v_TGE = qkv
             q_TF, k_TF = q_THE.flatten(1), k_TGE.flatten(1)
             squares_T2 = torch.stack((mean(q_TF), mean(k_TF)), dim=-1)

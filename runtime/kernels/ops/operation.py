@@ -47,6 +47,8 @@ class LayerStep(NamedTuple):
     """`[T, D]`: the embeddings that `JoinNorms` reads."""
 
 
+QKV = tuple[Tensor, Tensor, Tensor]
+"""The value between the first projection of a layer and attention: queries, keys and values."""
 Run = Callable[[Any, LayerStep], Any]
 """A bound operation: the value, a tensor or a tuple of parts, to the next one."""
 Module = Callable[[Parameter, Callable[[], nn.Module]], Any]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .operation import Binding, LayerStep, Operation, Run, ShardedLayer
+from .operation import QKV, Binding, LayerStep, Operation, Run, ShardedLayer
 
 
 def rotate(x_TNE: Tensor, cos_TE: Tensor, sin_TE: Tensor, *, interleaved: bool = False) -> Tensor:
@@ -39,9 +39,7 @@ class Rotate(Operation):
     def bind(self, to: Binding) -> Run:
         kind = self.kind
 
-        def run(
-            qkv: tuple[Tensor, Tensor, Tensor], step: LayerStep
-        ) -> tuple[Tensor, Tensor, Tensor]:
+        def run(qkv: QKV, step: LayerStep) -> QKV:
             q_THE, k_TGE, v_TGE = qkv
             cos_TE, sin_TE = step.cos[kind], step.sin[kind]
             return rotate(q_THE, cos_TE, sin_TE), rotate(k_TGE, cos_TE, sin_TE), v_TGE.contiguous()

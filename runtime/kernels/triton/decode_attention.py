@@ -370,9 +370,8 @@ def triton_paged_attention(
         tiles = prefill_tiles(batch.token_rows, batch.rows.shape[0], tokens_of_tile)
         return prefill_attention(q_THD, arena, place, batch, form, tiles, tiling)
     tile = choose_tile(heads // kv_heads, head_dim, form.value_dim, arena.element_size())
-    longest = batch.read_blocks * batch.block_size
-    for most in filter(None, (form.window, form.chunk)):
-        longest = min(longest, most)
+    reach = (batch.read_blocks * batch.block_size, form.window, form.chunk)
+    longest = min(filter(None, reach))
     splits = choose_splits(tokens, kv_heads, longest, num_multiprocessors(device), tile.positions)
     return decode_ready_attention(q_THD, arena, place, batch, form, splits, tile)
 

@@ -92,15 +92,38 @@ def experts(
         any_tokens: one compiled kernel for any number of tokens: each expert of a token is one
             chain of products, whatever the place of the pair in its block.
     """
-    given = (op, x_TD, tensors, routed, residual_TD, out_TD)
     if any_tokens:
         configs = (block_tiles(_ANY_PAIRS, 1, x_TD.dtype),) * 2
     elif configs is None:
         configs = expert_tiles(ExpertSizes.of(op, x_TD.shape[0], x_TD.dtype, tensors.gate_up))
-    if configs[0].kind == "pairs":
-        _experts_by_pair(*given, configs, scale)
-    else:
-        experts_by_block(*given, configs, scale=scale, rows=_ANY_PAIRS if any_tokens else None)
+    if configs[0].kind == "blocks":
+        rows = _ANY_PAIRS if any_tokens else None
+        experts_by_block(
+            op, x_TD, tensors, routed, residual_TD, out_TD, configs, scale=scale, rows=rows
+        )
+        return
+    (tokens, hidden), features, per_token = x_TD.shape, op.activate.features, op.per_token
+    inner_TKF = x_TD.new_empty(tokens, per_token, features)
+    gate_up, storage = kernel_weight(tensors.gate_up)
+    config, block_f = configs[0], configs[0].block_n // 2
+    shape = {"PER_TOKEN": per_token, "TOTAL": op.total, "SCALED_INPUTS": op.scaled_inputs}
+    call_kernel(
+        gate_up_kernel, (tokens * per_token, triton.cdiv(features, block_f)),
+        x_TD, gate_up, tensors.gate_up.scales, tensors.gate_up.bias, routed.experts,
+        routed.weights, inner_TKF, features,
+        num_warps=config.num_warps, K=hidden, BLOCK_N=block_f, BLOCK_K=config.block_k,
+        STAGES=config.stages, **shape, **activation_constants(op.activate), **storage,
+    )  # fmt: skip
+    down, storage = kernel_weight(tensors.down)
+    config = configs[1]
+    call_kernel(
+        down_kernel, (tokens, triton.cdiv(hidden, config.block_n)),
+        inner_TKF, down, tensors.down.scales, tensors.down.bias, routed.experts, routed.weights,
+        residual_TD, out_TD, hidden,
+        num_warps=config.num_warps, K=features, PLACES=triton.next_power_of_2(per_token),
+        BLOCK_N=config.block_n, BLOCK_K=config.block_k, STAGES=config.stages, SCALE=scale,
+        **shape, **storage,
+    )  # fmt: skip
 
 
 def reference_experts_of_choice(
@@ -231,40 +254,6 @@ def _around(default: LinearConfig, scale_blocks: bool) -> Iterator[LinearConfig]
 
 
 # By pair -----------------------------------------------------------------------------------------
-
-
-def _experts_by_pair(
-    op: Experts,
-    x_TD: Tensor,
-    tensors: ExpertTensors,
-    routed: Routed,
-    residual_TD: Tensor | None,
-    out_TD: Tensor,
-    configs: tuple[LinearConfig, LinearConfig],
-    scale: float,
-) -> None:
-    (tokens, hidden), features, per_token = x_TD.shape, op.activate.features, op.per_token
-    inner_TKF = x_TD.new_empty(tokens, per_token, features)
-    gate_up, storage = kernel_weight(tensors.gate_up)
-    config, block_f = configs[0], configs[0].block_n // 2
-    shape = {"PER_TOKEN": per_token, "TOTAL": op.total, "SCALED_INPUTS": op.scaled_inputs}
-    call_kernel(
-        gate_up_kernel, (tokens * per_token, triton.cdiv(features, block_f)),
-        x_TD, gate_up, tensors.gate_up.scales, tensors.gate_up.bias, routed.experts,
-        routed.weights, inner_TKF, features,
-        num_warps=config.num_warps, K=hidden, BLOCK_N=block_f, BLOCK_K=config.block_k,
-        STAGES=config.stages, **shape, **activation_constants(op.activate), **storage,
-    )  # fmt: skip
-    down, storage = kernel_weight(tensors.down)
-    config = configs[1]
-    call_kernel(
-        down_kernel, (tokens, triton.cdiv(hidden, config.block_n)),
-        inner_TKF, down, tensors.down.scales, tensors.down.bias, routed.experts, routed.weights,
-        residual_TD, out_TD, hidden,
-        num_warps=config.num_warps, K=features, PLACES=triton.next_power_of_2(per_token),
-        BLOCK_N=config.block_n, BLOCK_K=config.block_k, STAGES=config.stages, SCALE=scale,
-        **shape, **storage,
-    )  # fmt: skip
 
 
 @triton.jit
