@@ -1,6 +1,6 @@
 """Measures the constants that docs/gpu-predictions.md assumes, in about five seconds.
 
-    python .ci/probe.py
+    python .ci/probe.py      # with the package installed, or in `.ci/gpu`
 
 Prints one JSON object a line:
 
@@ -24,6 +24,8 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from stepgraph.graphs.steps import CudaGraphCapturer
+from stepgraph.profiling.bandwidth import seconds_of
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -51,32 +53,17 @@ def sum_all(x_ptr, out_ptr, n, BLOCK: tl.constexpr):  # type: ignore[no-untyped-
     tl.store(out_ptr + tl.program_id(0), tl.sum(total, 0))
 
 
-def captured(work: Callable[[], Any]) -> torch.cuda.CUDAGraph:
-    """Return a graph of `work`, which has run once before."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        work()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        work()
-    return graph
-
-
-def elapsed_us(work: Callable[[], Any]) -> float:
-    """Return the microseconds between events before and after `work`."""
-    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    first.record()
-    work()
-    last.record()
-    last.synchronize()
-    return 1e3 * first.elapsed_time(last)
+def captured(work: Callable[[], Any]) -> Callable[[], None]:
+    """Return what replays a graph of `work`, which has run once before."""
+    capturer = CudaGraphCapturer("cuda")
+    capturer.warm_up(work)
+    return capturer.capture(work).replay
 
 
 def median_us(work: Callable[[], Any], times: int = 30) -> float:
     """Return the median of several runs."""
-    return statistics.median(elapsed_us(work) for _ in range(times))
+    device = torch.device("cuda", torch.cuda.current_device())
+    return statistics.median(1e6 * seconds_of(work, device) for _ in range(times))
 
 
 def tell(**values: Any) -> None:
@@ -107,10 +94,10 @@ def probe_reads() -> None:
     for each in PER_MULTIPROCESSOR:
         programs = each * multiprocessors
         out = torch.empty(programs, device="cuda")
-        graph = captured(
+        replay = captured(
             lambda: sum_all[(programs,)](x, out, x.numel(), BLOCK=BLOCK, num_warps=4)  # noqa: B023
         )
-        us = median_us(graph.replay)
+        us = median_us(replay)
         off = float((out.double().sum() / x.double().sum() - 1).abs())
         tell(read_gb_s=round(x.nbytes / us / 1e3), programs_per_multiprocessor=each, off=off)
 
@@ -127,9 +114,9 @@ def probe_edges() -> None:
 
             long, short = captured(lambda: chain(CHAIN)), captured(lambda: chain(SHORT_CHAIN))
             before = x.clone()
-            long.replay()
+            long()
             wrong = int((x != before + CHAIN).sum())
-            us = (median_us(long.replay) - median_us(short.replay)) / (CHAIN - SHORT_CHAIN)
+            us = (median_us(long) - median_us(short)) / (CHAIN - SHORT_CHAIN)
             tell(edge_us=round(us, 3), programs=programs, dependent_launch=pdl, wrong=wrong)
 
 
@@ -141,7 +128,7 @@ def probe_replays(times: int = 200) -> None:
 
         def replay() -> None:
             for _ in range(times):
-                one.replay()
+                one()
                 if copies:  # noqa: B023
                     host.copy_(x[:1], non_blocking=True)
                     torch.cuda.Event().record()

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -49,25 +50,37 @@ def measure_read_bandwidth(
         lambda: torch.linalg.vector_norm(floats),
     )
 
-    def seconds_of_pass(read: Callable[[], torch.Tensor]) -> float:
-        if on_cpu:
-            started = time.perf_counter()
+    # Events around several passes hide their launches.
+    passes = 1 if on_cpu else _PASSES_PER_EVENT
+
+    def read_often(read: Callable[[], torch.Tensor]) -> None:
+        for _ in range(passes):
             read()
-            return time.perf_counter() - started
-        with torch.cuda.device(device):  # events around several passes hide their launches
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            for _ in range(_PASSES_PER_EVENT):
-                read()
-            end.record()
-            end.synchronize()
-            return float(start.elapsed_time(end)) / 1e3 / _PASSES_PER_EVENT
 
     for read in readers:
         read()  # faults in pages, starts threads, loads kernels
     # Interleaved, so that a disturbance of the machine spares no reader.
-    fastest = min(seconds_of_pass(read) for _ in range(repeats) for read in readers)
-    return floats.numel() * floats.element_size() / fastest
+    fastest = min(
+        seconds_of(partial(read_often, read), device) for _ in range(repeats) for read in readers
+    )
+    return floats.nbytes * passes / fastest
+
+
+def seconds_of(work: Callable[[], object], device: "torch.device") -> float:
+    """Return how long some work takes: on a CUDA device the time between events around it."""
+    if device.type != "cuda":
+        started = time.perf_counter()
+        work()
+        return time.perf_counter() - started
+    import torch
+
+    with torch.cuda.device(device):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        work()
+        end.record()
+        end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3
 
 
 def _l3_bytes() -> int:

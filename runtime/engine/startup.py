@@ -37,6 +37,7 @@ from ...cache.memory.handler import (
 )
 from ...cache.spec import LayerGroup, group_layers
 from ...profiling import ranges
+from ...profiling.bandwidth import seconds_of
 from ..bounded_repr import bounded_repr, bounded_text
 from ..config import EngineConfig
 from ..distributed.rank_group import GROUP_ENDED, Link, RankGroup
@@ -158,20 +159,7 @@ def null_step_seconds(runner: Runner, last: int, point: Point) -> float:
         runner.place_padding(last, 0, 0, 0)  # the step itself puts it back
     if tokens_per_row > 1 or drafts:
         runner.place_drafts(size, tokens_per_row - 1)
-    return _seconds(partial(runner.run, key), runner.device)
-
-
-def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    if device.type != "cuda":
-        started = time.perf_counter()
-        work()
-        return time.perf_counter() - started
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    work()
-    end.record()
-    end.synchronize()
-    return float(begin.elapsed_time(end)) / 1e3
+    return seconds_of(partial(runner.run, key), runner.device)
 
 
 def find_engine_drafter(

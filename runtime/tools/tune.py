@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from ...graphs.steps import CudaGraphCapturer
+from ...profiling.bandwidth import seconds_of
 from ..config import EngineConfig
 from ..errors import ConfigError, StepgraphError
 from ..execution.sample_steps import SampleCase, SampleSteps
@@ -131,12 +132,7 @@ def time_captured(
     for _ in range(ROUNDS):
         for capture, measured in zip(captures, times, strict=True):
             reset()
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            capture.replay()
-            end.record()
-            end.synchronize()
-            measured.append(1e3 * start.elapsed_time(end))
+            measured.append(1e6 * seconds_of(capture.replay, device))
     return [statistics.median(measured) for measured in times]
 
 
