@@ -126,30 +126,23 @@ def floor_bytes(reads: Sequence[StepBytes]) -> int:
     return sum(read.total for read in reads)
 
 
-def operation_costs(reads: Sequence[StepBytes]) -> list[OperationCost]:
-    """Return the bytes that one launch of each operation must read.
-
-    For layers with different windows this is the mean.
-    """
-    launches: Counter[str] = Counter()
-    total: Counter[str] = Counter()
-    for read in reads:
-        launches[read.name] += read.launches
-        total[read.name] += read.total
-    return [OperationCost(name, n, round(total[name] / n)) for name, n in launches.items()]
-
-
 def decode_operation_costs(
     model: ModelConfig, config: ResolvedConfig, *, rows: int, context: int
 ) -> list[OperationCost]:
-    """Return what each operation of a decode step on a GPU must read, for `KernelNames.costs`.
+    """Return what a launch of each operation of a decode step on a GPU must read.
 
-    Empty for models whose layers are made of other kernels. Of `config` only the dtypes count.
+    For `KernelNames.costs`: the mean over layers with different windows. Empty for models whose
+    layers are made of other kernels. Of `config` only the dtypes count.
     """
     plan = model_plan(model)
     if fusion_obstacle(plan) is not None:
         return []
-    return operation_costs(step_bytes(plan, config, rows=rows, context=context))
+    launches: Counter[str] = Counter()
+    total: Counter[str] = Counter()
+    for read in step_bytes(plan, config, rows=rows, context=context):
+        launches[read.name] += read.launches
+        total[read.name] += read.total
+    return [OperationCost(name, n, round(total[name] / n)) for name, n in launches.items()]
 
 
 def resolve_fused(source: str | Path, config: EngineConfig) -> tuple[ModelConfig, ResolvedConfig]:

@@ -28,7 +28,7 @@ from stepgraph.profiling.attribution import (
     operation,
 )
 from stepgraph.runtime.models.plan import model_plan
-from stepgraph.runtime.tools.step_costs import floor_bytes, operation_costs, step_bytes
+from stepgraph.runtime.tools.step_costs import decode_operation_costs, floor_bytes, step_bytes
 
 from ..kernels.test_kernel_costs import shapes
 from ..rigs.fake_cuda_bindings import STREAM, FakeCuda, cudaGraphNodeType
@@ -272,7 +272,7 @@ def test_files_without_kernel_names_are_refused(tmp_path: Path) -> None:
 def test_costs_of_operations_are_the_floor_of_the_step(shape: Any, rows: int, context: int) -> None:
     model, config = shape
     costs = step_bytes(model_plan(model), config, rows=rows, context=context)
-    operations = operation_costs(costs)
+    operations = decode_operation_costs(model, config, rows=rows, context=context)
     assert len({cost.operation for cost in operations}) == len(operations)
     rounding = sum(cost.launches for cost in operations)
     total = sum(cost.launches * cost.bytes for cost in operations)
