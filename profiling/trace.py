@@ -181,14 +181,11 @@ def annotate(document: dict[str, Any], names: KernelNames | None = None) -> None
         name = event.get("name")
         if isinstance(name, str) and name.startswith(_PREFIX):
             event["name"], *pairs = name.removeprefix(_PREFIX).split(";")
-            payload = {key: _value(text) for key, _, text in (p.partition("=") for p in pairs)}
-            event["args"] = {**payload, **event.get("args", {})}
+            payload = dict(pair.split("=", 1) for pair in pairs)
+            numbers = {k: int(v) for k, v in payload.items() if v.removeprefix("-").isdecimal()}
+            event["args"] = {**payload, **numbers, **event.get("args", {})}
     for _ in name_work(events, Scopes(events), names):
         pass
-
-
-def _value(text: str) -> int | str:
-    return int(text) if text.removeprefix("-").isdecimal() else text
 
 
 def name_work(

@@ -21,11 +21,12 @@ import inspect
 import random
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count, pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ...profiling.command_line import CommandParser, aligned, print_text
 from ...profiling.stats import Summary
@@ -187,16 +188,14 @@ def _measure(
         ).resolved()
         return _run(engine, _prompts(engine, case, turn), params)
 
+    def repeat(engine: Engine, found: Measured, turns: Iterator[int]) -> None:
+        found.runs.append(decode(engine, next(turns)))
+
     sides = []
     for engine, found in zip(engines, measured, strict=True):
         decode(engine, 0)
         found.count(engine, -1)
-        turns = count(1 + options.num_iters * start)
-
-        def repeat(engine: Engine = engine, found: Measured = found, turns: Any = turns) -> None:
-            found.runs.append(decode(engine, next(turns)))
-
-        sides.append(repeat)
+        sides.append(partial(repeat, engine, found, count(1 + options.num_iters * start)))
     interleave(sides, options.num_iters)
     for engine, found in zip(engines, measured, strict=True):
         found.count(engine, 1)
