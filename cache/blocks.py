@@ -5,9 +5,8 @@ from __future__ import annotations
 import copy
 import hashlib
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 NULL_BLOCK = 0
 """The block that padding reads and writes. No request gets it, so it is never shared or freed."""
@@ -72,29 +71,6 @@ class BlockPool:
         self._keys[block] = key
         self.num_published += 1
         return True
-
-    def cached_keys(self, suffix: bytes = b"") -> Callable[[int], list[bytes]]:
-        """Return a function that lists the keys with `suffix` of the blocks published now.
-
-        It takes the most keys to return, held blocks first, then those that are evicted last, and
-        reads copies, so that any thread may call it. The keys are without the suffix. O(blocks).
-        """
-        keys, prev, ref_counts = self._keys.copy(), self._prev[:], self._ref_counts[:]
-
-        def in_order() -> Iterator[bytes]:
-            for key, holders in zip(keys, ref_counts, strict=True):
-                if key is not None and holders:
-                    yield key
-            block = prev[NULL_BLOCK]
-            while block and (key := keys[block]) is not None:  # the others are in front of these
-                yield key
-                block = prev[block]
-
-        def latest(most: int) -> list[bytes]:
-            found = (key for key in in_order() if key.endswith(suffix))
-            return [key[: len(key) - len(suffix)] for key in islice(found, most)]
-
-        return latest
 
     def verify(self, key: bytes) -> None:
         """Protect the block published under `key`, if any, from `withdraw`."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -123,15 +123,6 @@ class KVCache:
     def usable_blocks(self) -> int:
         """Blocks that requests can hold: all but the null block."""
         return self.pool.num_blocks - 1
-
-    def cached_hashes(self) -> Callable[[int], list[bytes]]:
-        """Return a function that lists the hashes of the blocks of one layer group cached now.
-
-        It is the first group with full attention, which has a block for every column of a cached
-        prefix; without such a group the first one. See `BlockPool.cached_keys`.
-        """
-        full = next((group.index for group in self._groups if group.window is None), 0)
-        return self.pool.cached_keys(self._suffixes[full])
 
     def num_shareable(
         self, num_tokens: int, hashes: PrefixHashes, reusable_tokens: int | None

@@ -525,16 +525,6 @@ class Engine:
         """
         self._run("reset_prefix_cache", StepLoop.forget_contents)
 
-    def cached_hashes(self) -> Callable[[int], list[bytes]]:
-        """Return a function that lists the hashes of the cached blocks at this moment.
-
-        It takes the most hashes to return, held blocks first, then those that are evicted last, and
-        reads a copy, so any thread may call it. Each hash covers a prefix up to the end of a block
-        (`PrefixHashes`). Without `prefix_cache` there are none.
-        """
-        latest = self._run("cached_hashes", lambda loop: loop.scheduler.cache.cached_hashes())
-        return lambda most: latest(check_integer("most", most, 0, MAX_COUNT))
-
     def reload_weights(self, source: str | Path) -> None:
         """Load the weights of another checkpoint, without preparing steps again.
 

@@ -15,7 +15,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Self, TypeVar, Unpack
 
-from ..arguments import MAX_COUNT, check_config, check_integer, check_type
+from ..arguments import check_config, check_type
 from ..config import EngineConfig
 from ..engine.engine import Engine
 from ..engine.forks import call_in_children
@@ -292,16 +292,6 @@ class AsyncEngine:
         `preparing` requests that are tokenised. Raises as `tokenizer`.
         """
         return await self._between_steps(self._stats)
-
-    async def cached_hashes(self, most: int) -> list[bytes]:
-        """Return the hashes of up to `most` cached blocks; see `Engine.cached_hashes`.
-
-        They are copied between two steps, and listed in another thread. Raises as `tokenizer`.
-        """
-        check_integer("most", most, 0, MAX_COUNT)
-        thread = self._thread
-        listed = await self._between_steps(lambda: thread.check_started().cached_hashes())
-        return await asyncio.to_thread(listed, most)
 
     async def reset_prefix_cache(self) -> None:
         """Drop the prefix cache between two steps; see `Engine.reset_prefix_cache`.

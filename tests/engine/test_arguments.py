@@ -83,7 +83,6 @@ TABLE: dict[str, tuple[list[Any], Call]] = {
     "weight_bytes_read rows": (NO_NUMBER, lambda e, v: e.weight_bytes_read(v)),
     "kv_bytes_read context": (NO_COUNT, lambda e, v: e.kv_bytes_read(v)),
     "num_cached_tokens group": ([None, 7, "x", [1]], lambda e, v: e.num_cached_tokens(v)),
-    "cached_hashes most": (NO_COUNT, lambda e, v: e.cached_hashes()(v)),
     "reload_weights source": ([None, True, 7, "", [1]], lambda e, v: e.reload_weights(v)),
     "from_pretrained config": (
         [True, 7, "x", {}, [], torch.zeros(2), SamplingParams()],
@@ -110,7 +109,6 @@ ASYNC: dict[str, tuple[list[Any], Call]] = {
     "submit callback": (NO_FUNCTION[1:], lambda e, v: e.submit([1], GREEDY, callback=v)),
     "abort request_id": (NOT_TEXT, lambda e, v: e.abort(v)),
     "add_listener listener": (NO_FUNCTION, lambda e, v: e.add_listener(v)),
-    "cached_hashes most": (NO_COUNT, lambda e, v: e.cached_hashes(v)),
     "run_in_pool function": (NO_FUNCTION, lambda e, v: e.run_in_pool(v)),
     "drain timeout": (NO_SECONDS, lambda e, v: e.drain(v)),
     "reload source": ([None, 7, "", [1]], lambda e, v: e.reload(v)),
@@ -158,7 +156,6 @@ def test_arguments_at_the_edge_are_accepted(engine: Engine) -> None:
     assert engine.kv_bytes_read(np.int64(5)) == engine.kv_bytes_read(5) > 0
     assert engine.weight_bytes_read(0.5) > 0
     assert len(engine.score([1, 2, 3], np.int32(3))) == 1
-    assert engine.cached_hashes()(0) == []
     assert not engine.abort("unknown", "deadline")
 
 

@@ -149,7 +149,7 @@ async def parts_of(replica: EngineReplica, request: RemoteRequest = COMPLETION) 
 
 
 @in_event_loop
-async def test_a_replica_answers_and_reports(held: Rig) -> None:
+async def test_a_replica_answers(held: Rig) -> None:
     replica = EngineReplica(ReplicaOptions.of(OPTIONS))
     await replica.check_health()
     accepted, head, *body = await parts_of(replica)
@@ -157,8 +157,6 @@ async def test_a_replica_answers_and_reports(held: Rig) -> None:
     assert head.status == 200
     assert b'"completion_tokens":4' in head.body
     assert not body
-    blocks = (await replica.record_routing_stats())["blocks"]
-    assert len(blocks) == 4, "of the one full block of seven tokens"
 
 
 @in_event_loop

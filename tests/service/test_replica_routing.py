@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import random
+import json
 from collections import Counter
 from collections.abc import Sequence
 from importlib import metadata
@@ -12,46 +12,64 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from stepgraph.cache.blocks import BlockPool, PrefixHashes
-from stepgraph.runtime import Engine, EngineConfig, SamplingParams
+from stepgraph.runtime import EngineConfig
 from stepgraph.runtime.errors import ConfigError
-from stepgraph.runtime.service.ray_app import ReplicaOptions, build, check_ray, replica_bundle
-from stepgraph.runtime.service.ray_app.replica import Head, PromptBlocks, RemoteRequest, respond
+from stepgraph.runtime.service.ray_app import (
+    ReplicaOptions,
+    build,
+    check_ray,
+    replica_bundle,
+    routing,
+)
+from stepgraph.runtime.service.ray_app.replica import Head, RemoteRequest, fingerprints, respond
 from stepgraph.runtime.service.ray_app.routing import (
     CachedPrefixes,
     by_preference,
-    fingerprints,
     read_fingerprints,
 )
 
-from ..rigs.engine_rig import run
 from ..rigs.service_rig import in_event_loop
 
 
-def blocks_of(tokens: Sequence[int], salt: str = "") -> bytes:
-    hashes = PrefixHashes(4, salt)
-    hashes.extend(lambda a, b: tokens[a:b], len(tokens))
-    return fingerprints(hashes[i] for i in range(len(hashes)))
+def chunks_of(**fields: Any) -> Sequence[int]:
+    return read_fingerprints(fingerprints(json.dumps(fields).encode()))
 
 
 # -- what replicas cache ---------------------------------------------------------------------------
 
 
-def test_prefixes_are_known_from_reports_and_from_what_was_sent() -> None:
+def test_fingerprints_are_of_the_prompt_and_of_all_before_a_chunk() -> None:
+    turns = [{"role": "user", "content": f"{n} " + "word " * 40} for n in range(3)]
+    shorter = chunks_of(messages=turns[:2], temperature=0.5)
+    longer = chunks_of(stream=True, messages=turns)
+    shared = len(shorter) - 1  # the last chunk may have the end of the list
+    assert shared > 5
+    assert longer[:shared] == shorter[:shared]
+    for other in (
+        {"messages": turns, "cache_salt": "s"},
+        {"messages": turns, "tools": [{"function": {"name": "f"}}]},
+        {"messages": turns[1:]},
+    ):
+        assert not {*chunks_of(**other)} & {*longer}
+    ids = list(range(1000, 1400))
+    assert chunks_of(prompt=ids[:200])[:10] == chunks_of(prompt=ids)[:10]
+    for body in (b"", b"{", b"[1]", b"{}", b"[" * 100_000, b'{"prompt": ' + b"[" * 100_000):
+        assert fingerprints(body) == b""
+
+
+def test_prefixes_are_known_from_what_was_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routing, "MAX_SENT", 100)
     known = CachedPrefixes()
-    prompt = read_fingerprints(blocks_of(range(40)))
-    other = read_fingerprints(blocks_of([*range(20), *range(100, 120)]))
-    known.report("a", blocks_of(range(24)))
-    assert known.num_cached("a", prompt) == 6
-    assert known.num_cached("a", other) == 5
-    assert known.num_cached("a", read_fingerprints(blocks_of(range(40), "salt"))) == 0
+    prompt, other = range(40), [*range(20), *range(100, 120)]
+    known.sent("a", prompt)
+    assert known.num_cached("a", prompt) == 40
+    assert known.num_cached("a", other) == 20
     assert known.num_cached("b", prompt) == 0
-    known.sent("b", prompt)
-    assert known.num_cached("b", prompt) == 10
-    known.report("b", blocks_of([7, 7, 7, 7]))  # perhaps taken before the prompt was computed
-    assert known.num_cached("b", prompt) == 10
-    known.report("b", blocks_of([8, 8, 8, 8]))  # it was evicted
-    assert known.num_cached("b", prompt) == 0
+    for turn in range(1000, 1010):
+        known.sent("a", range(100 * turn, 100 * turn + 60))
+        known.sent("a", other)
+    assert known.num_cached("a", other) == 40
+    assert known.num_cached("a", prompt) == 20, "its end was not used lately"
     known.keep(["b"])
     assert known.num_cached("a", prompt) == 0
 
@@ -75,46 +93,6 @@ def test_no_replica_exceeds_its_bound(n: int, prompts: list[int], load_bound: fl
         eligible = [r for r in loads if (loads[r] - (r == first)) + 1 <= -(-load_bound * m // n)]
         assert cached[first, prompt] == max(cached[r, prompt] for r in eligible)
         cached[first, prompt] += 1
-
-
-@given(st.randoms(use_true_random=False))
-def test_cached_keys_are_those_of_the_pool_in_the_order_of_eviction(rng: random.Random) -> None:
-    pool = BlockPool(12)
-    held: list[int] = []
-    for turn in range(40):
-        if rng.random() < 0.6 and pool.num_free:
-            block = pool.allocate(1)[0]
-            held.append(block)
-            if rng.random() < 0.7:
-                pool.publish(block, b"key %d" % turn)
-        elif held:
-            pool.free([held.pop(rng.randrange(len(held)))])
-    latest = pool.cached_keys()
-    listed = latest(100)
-    published = [key for key in (b"key %d" % turn for turn in range(40)) if pool.find(key)]
-    assert sorted(listed) == sorted(published)
-    assert latest(3) == listed[:3]
-    while pool.num_free:  # evicts all free blocks
-        evicted = [key for key in listed if not pool.find(key)]
-        assert evicted == listed[len(listed) - len(evicted) :]
-        pool.allocate(1)
-
-
-def test_an_ingress_computes_the_hashes_of_the_engine() -> None:
-    """The blocks that an engine caches after requests are those that their bodies announce."""
-    config = EngineConfig(mode="eager", threads=1, num_blocks=128)
-    blocks = PromptBlocks(ReplicaOptions(model="demo", engine=config))
-    text = "def main(arguments):\n    return sum(arguments)\n" * 8
-    body = b'{"prompt": %s, "cache_salt": "s"}' % repr(text).replace("'", '"').encode()
-    announced = asyncio.run(blocks.of("/v1/completions", body))
-    with Engine.from_pretrained("demo", config) as engine:
-        engine.add_request(text, SamplingParams(max_tokens=1), cache_salt="s")
-        run(engine)
-        cached = fingerprints(engine.cached_hashes()(100))
-    assert len(announced) > 4 * 4
-    assert sorted(read_fingerprints(cached)) == sorted(read_fingerprints(announced))
-    for path, other in (("/v1/completions", b"{"), ("/v1/completions", b"{}"), ("/health", body)):
-        assert asyncio.run(blocks.of(path, other)) == b""
 
 
 # -- requests in other processes -------------------------------------------------------------------

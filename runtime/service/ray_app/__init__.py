@@ -4,8 +4,8 @@
 
     HTTP proxies of Serve → Ingress ──prefix router──→ EngineReplica, one engine each
 
-The ingress reads a request, hashes its prompt as the prefix cache of the engines does, and passes
-it to a replica. A request that a replica loses before its response begins goes to another one.
+The ingress reads a request, hashes its prompt in chunks, and passes it to the replica that got most
+of them before. A request that a replica loses before its response begins goes to another one.
 Importing this file needs neither Ray nor the extra `server`.
 """
 
@@ -54,7 +54,7 @@ def build(args: Mapping[str, Any]) -> Application:
         scaling = {"target_ongoing_requests": target}
         config = made("autoscaling", AutoscalingConfig, scaling, options.autoscaling)
         number = {"autoscaling_config": config}
-    router: dict[str, Any] = {"request_routing_stats_period_s": routing.report_seconds}
+    router: dict[str, Any] = {}
     if routing.policy == "prefix":
         router["request_router_class"] = f"{__package__}.prefix_router:PrefixRouter"
         router["request_router_kwargs"] = {

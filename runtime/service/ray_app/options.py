@@ -31,8 +31,6 @@ class RoutingOptions:
     policy: Literal["prefix", "balanced"] = "prefix"
     load_bound: Annotated[float, Range(1, 1e6)] = 1.25
     spare_requests: Annotated[int, Range(0, 1 << 20)] = 4
-    report_seconds: Seconds = 5.0
-    report_blocks: Annotated[int, Range(0, 1 << 20)] = 1 << 15
     max_prompt_bytes: Annotated[int, Range(0, 1 << 30)] = 1 << 20
 
     def __post_init__(self) -> None:

@@ -11,10 +11,9 @@ from .routing import CachedPrefixes, by_preference, read_fingerprints
 
 
 class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray is untyped
-    """Prefers the replica that caches most blocks of a prompt, within a bound on its load.
+    """Prefers the replica that caches most chunks of a prompt, within a bound on its load.
 
-    The second argument of a request is the fingerprints of its blocks. What replicas cache is known
-    from their reports, and from the prompts that this router has sent to them since.
+    The second argument of a request is the fingerprints of its chunks.
     """
 
     def initialize_state(self, *, load_bound: float, spare_requests: int) -> None:
@@ -34,8 +33,6 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray is untyped
             return [list(candidate_replicas)]
         replicas = {replica.replica_id: replica for replica in candidate_replicas}
         self._cached.keep(replicas)
-        for id, replica in replicas.items():
-            self._cached.report(id, replica.routing_stats.get("blocks", b""))
         prompt = _prompt_of(pending_request)
         self._open.pop(pending_request.metadata.internal_request_id, None)
         order = by_preference(

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping, MutableMapping
+from collections.abc import AsyncIterator, MutableMapping
 from contextlib import suppress
 from dataclasses import asdict
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -17,18 +18,13 @@ from starlette.applications import Starlette
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from ...engine.request_builder import Prompt, RequestBuilder
-from ...errors import EngineFailedError, EngineUnavailableError, OverloadedError, StepgraphError
-from ...loading.loader import resolve_source
-from ...loading.tokenizer import load_tokenizer
+from ...errors import EngineFailedError, EngineUnavailableError, OverloadedError
 from ..async_engine import AsyncEngine
 from ..health import Phase
 from ..http.app import app
 from ..http.command import api_keys_of_environment
 from ..http.exchange import BodyLimits, Endpoint, Exchange, HttpError
-from ..http.requests import ChatRequest, CompletionRequest, chat_prompt
 from .options import ReplicaOptions
-from .routing import fingerprints
 
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
@@ -38,10 +34,11 @@ logger = logging.getLogger("stepgraph.runtime")
 STATUS_PATHS = ("/health", "/ready", "/version", "/openapi.json")
 """Paths that a replica serves whatever its engine does."""
 
-_KINDS: Mapping[str, type[CompletionRequest | ChatRequest]] = {
-    "/v1/completions": CompletionRequest,
-    "/v1/chat/completions": ChatRequest,
-}
+
+CHUNK_BYTES = 64
+"""Of a prompt as JSON: about as much as a block of 16 tokens."""
+_PROMPT = ("cache_salt", "tools", "messages", "prompt")
+"""Fields that determine a prompt, in the order in which templates write them."""
 
 
 class RemoteRequest(NamedTuple):
@@ -150,7 +147,7 @@ class EngineReplica:
     ) -> AsyncIterator[Accepted | NotServed | Head | bytes]:
         """Serve one request: `Accepted`, then a head and a body, or `NotServed`.
 
-        `prompt` has the fingerprints of its blocks, which the router reads. Closing the iterator
+        `prompt` has the fingerprints of its chunks, which the router reads. Closing the iterator
         aborts the request.
         """
         yield Accepted()
@@ -180,13 +177,6 @@ class EngineReplica:
                 f"no step has ended for {health.step_age:.0f} s, more than step_seconds={limit:g}"
             )
 
-    async def record_routing_stats(self) -> dict[str, Any]:
-        """Return the fingerprints of the cached blocks, for the router."""
-        most = self._options.routing.report_blocks
-        if not most or self._engine.health().phase is not Phase.SERVING:
-            return {"blocks": b""}
-        return {"blocks": fingerprints(await self._engine.cached_hashes(most))}
-
     def _unavailable(self) -> str | None:
         """Return why the engine serves no requests now; None if it does."""
         health = self._engine.health()
@@ -195,63 +185,34 @@ class EngineReplica:
         return f"the engine is {health.phase.value}: {health.reason}"
 
 
-class PromptBlocks:
-    """Hashes prompts as engines do, with the tokenizer and templates, without the weights."""
+def fingerprints(body: bytes) -> bytes:
+    """Return the fingerprints of a request's prompt, 4 bytes for each full chunk.
 
-    def __init__(self, options: ReplicaOptions) -> None:
-        """Load the tokenizer."""
-        engine = options.engine
-        found = resolve_source(
-            options.model, tied=engine.tie_word_embeddings, model_impl=engine.model_impl
-        )
-        tokenizer = None
-        if found.directory is not None:
-            tokenizer = load_tokenizer(found.directory, eos_token_ids=found.config.eos_token_ids)
-        self._builder = RequestBuilder(
-            found.config,
-            tokenizer,
-            engine,
-            longest_sequence=engine.max_model_len or found.config.longest_context,
-        )
-        self._most_bytes = options.routing.max_prompt_bytes
-
-    async def of(self, path: str, body: bytes) -> bytes:
-        """Return the fingerprints of a prompt's full blocks; of several prompts, of the first.
-
-        Requests that a replica will refuse have none.
-        """
-        kind = _KINDS.get(path)
-        if kind is None or len(body) > self._most_bytes:
-            return b""
-        return await asyncio.to_thread(self._fingerprints, kind, body)
-
-    def _fingerprints(self, kind: type[CompletionRequest | ChatRequest], body: bytes) -> bytes:
-        try:
-            request = msgspec.json.decode(body, type=kind)
-            prompt: Prompt
-            if isinstance(request, ChatRequest):
-                prompt = chat_prompt(request, request.offered_tools())
-            else:
-                prompt = request.prompts(max_prompts=1 << 20, max_model_len=1 << 40)[0]
-            group = self._builder.accept("prompt", prompt, cache_salt=request.cache_salt)
-        except (StepgraphError, HttpError, ValueError, RecursionError):  # the replica's to answer
-            return b""
-        hashes = group.requests[0].prefix_hashes
-        return b"" if hashes is None else fingerprints(hashes[i] for i in range(len(hashes)))
+    Bodies that are not a JSON object, which a replica will refuse, have none.
+    """
+    try:
+        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    except (ValueError, RecursionError):
+        return b""
+    prompt = b"\0".join(bytes(fields.get(name, b"")) for name in _PROMPT)
+    hashed, found = blake2b(digest_size=4), []
+    for start in range(0, len(prompt) - CHUNK_BYTES + 1, CHUNK_BYTES):
+        hashed.update(prompt[start : start + CHUNK_BYTES])
+        found.append(hashed.digest())
+    return b"".join(found)
 
 
 class Ingress:
     """Forwards requests. One that is lost before its response begins is sent to another replica."""
 
     def __init__(self, options: ReplicaOptions, replicas: DeploymentHandle) -> None:
-        """Load the tokenizer, unless prompts do not matter for the routing."""
+        """Take the options of `build`, and the handle of its replicas."""
         from ray.exceptions import RayActorError
         from ray.serve.exceptions import DeploymentUnavailableError, ReplicaUnavailableError
 
         self._lost = (RayActorError, ReplicaUnavailableError, DeploymentUnavailableError)
         self._options = options
         self._respond = replicas.options(stream=True).respond
-        self._blocks = PromptBlocks(options) if options.routing.policy == "prefix" else None
         endpoint = Endpoint(self._serve_http, BodyLimits(options.http.max_body_bytes))
         self._app = Starlette(routes=[Route("/{path:path}", endpoint)])
 
@@ -277,8 +238,9 @@ class Ingress:
     async def _forward(self, request: RemoteRequest) -> AsyncIterator[Head | bytes]:
         """Yield the head and the body of a response, of the first replica that serves it."""
         prompt = b""
-        if self._blocks is not None:
-            prompt = await self._blocks.of(request.path, request.body)
+        routing = self._options.routing
+        if routing.policy == "prefix" and len(request.body) <= routing.max_prompt_bytes:
+            prompt = await asyncio.to_thread(fingerprints, request.body)
         reasons: list[str] = []
         while len(reasons) < self._options.max_attempts:
             begun = False

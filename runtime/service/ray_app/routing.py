@@ -1,12 +1,12 @@
 """Routing by prefix: which replicas cache how much of a prompt, and which one gets it.
 
-Blocks are named by fingerprints, the first 4 bytes of their 256-bit hashes. Two blocks with the
-same fingerprint cost a router a worse choice; the engines compare whole hashes.
+What a replica caches is estimated from the prompts that were sent to it. A prompt is hashed in
+chunks of its JSON, each with those before it, without a tokenizer. A chunk's fingerprint is the
+first 4 bytes of its hash: two with the same one cost the router a worse choice.
 
 The bound on the load of a replica follows Mirrokni, Thorup and Zadimoghaddam, Consistent Hashing
 with Bounded Loads (SODA 2018): with m requests on n replicas none gets more than ceil(c · m / n),
-for c of at least 1. A popular prefix so spreads to as many replicas as its load needs. Standard
-library only.
+for c of at least 1. A popular prefix so spreads to as many replicas as its load needs.
 """
 
 from __future__ import annotations
@@ -16,18 +16,13 @@ import random
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TypeVar
 
 T = TypeVar("T")
 
-MAX_SENT = 1 << 16
-"""Fingerprints of routed prompts that are kept for a replica that reports nothing."""
-
-
-def fingerprints(hashes: Iterable[bytes]) -> bytes:
-    """Return the fingerprints of block hashes, 4 bytes each."""
-    return b"".join(key[:4] for key in hashes)
+MAX_SENT = 1 << 15
+"""Fingerprints that are kept for a replica before older ones are dropped, as in an LRU cache: the
+prompts of the last `MAX_SENT` to 2 * `MAX_SENT` are known."""
 
 
 def read_fingerprints(data: bytes) -> Sequence[int]:
@@ -35,52 +30,34 @@ def read_fingerprints(data: bytes) -> Sequence[int]:
     return array("I", data)
 
 
-@dataclass(slots=True)
-class _Replica:
-    report: bytes = b""
-    known: list[set[int]] = field(default_factory=lambda: [set(), set(), set()])
-    """Blocks in its last report; of prompts sent before that report; of prompts sent since."""
-
-    def end_generation(self) -> None:
-        self.known[1:] = self.known[2], set()
-
-
 class CachedPrefixes:
-    """The cached blocks of each replica: those in its last report and those sent to it since.
-
-    A prompt that was sent counts as cached until the second report after it, since it may have come
-    too late for the first one. So eviction is noticed within two reports.
-    """
+    """The chunks that each replica caches, as far as they were sent to it."""
 
     def __init__(self) -> None:
-        self._replicas: dict[Hashable, _Replica] = {}
+        self._sent: dict[Hashable, tuple[set[int], set[int]]] = {}  # before, and lately
 
     def keep(self, replicas: Iterable[Hashable]) -> None:
-        """Forget all replicas but these, and begin to track new ones."""
-        self._replicas = {id: self._replicas.get(id) or _Replica() for id in replicas}
-
-    def report(self, replica: Hashable, blocks: bytes) -> None:
-        """Take a replica's list of cached blocks; the same bytes again are the same report."""
-        found = self._replicas.setdefault(replica, _Replica())
-        if found.report != blocks:
-            found.report, found.known[0] = blocks, set(read_fingerprints(blocks))
-            found.end_generation()
+        """Forget all replicas but these."""
+        self._sent = {id: self._sent[id] for id in replicas if id in self._sent}
 
     def sent(self, replica: Hashable, prompt: Sequence[int]) -> None:
         """Note that a replica computes a prompt."""
-        found = self._replicas.setdefault(replica, _Replica())
-        found.known[2].update(prompt)
-        if len(found.known[2]) > MAX_SENT:
-            found.end_generation()
+        before, lately = self._sent.get(replica, (set(), set()))
+        if len(lately) > MAX_SENT:
+            before, lately = lately, set()
+        lately.update(prompt)
+        self._sent[replica] = before, lately
 
     def num_cached(self, replica: Hashable, prompt: Sequence[int]) -> int:
-        """Return how many of the first blocks of a prompt a replica caches. O(log blocks).
+        """Return how many of the first chunks of a prompt a replica caches. O(log chunks).
 
-        A cached block has its predecessors in the cache: the last blocks of a sequence are evicted
+        A cached chunk has its predecessors in the cache: the last ones of a prompt are evicted
         first.
         """
-        known = self._replicas.get(replica, _Replica()).known
-        return bisect_left(prompt, True, key=lambda block: not any(block in s for s in known))
+        before, lately = self._sent.get(replica, (set(), set()))
+        return bisect_left(
+            prompt, True, key=lambda chunk: chunk not in lately and chunk not in before
+        )
 
 
 def by_preference(
@@ -92,7 +69,7 @@ def by_preference(
 ) -> list[T]:
     """Return the replicas, the one that should get the next request first.
 
-    Those within the bound come first, by cached blocks; of equal ones the one with fewer requests,
+    Those within the bound come first, by cached chunks; of equal ones the one with fewer requests,
     then a random one. Overloaded ones follow by their load: `load_bound` is c above, and a replica
     with fewer than `spare_requests` is never overloaded.
     """
