@@ -22,7 +22,7 @@ from ..bounded_repr import bounded_repr, bounded_text
 from ..errors import CheckpointError, ConfigError, MemoryBudgetError, RequestError
 from ..kernels.weights import CheckpointFormat, GroupedWeight, Header, checkpoint_formats
 from ..models.config import DecoderConfig, ModelConfig
-from ..models.families import family_of
+from ..models.families import family_of, is_wrapper, text_part
 from ..models.plan import Parameter, Source, fused_layout
 from ..models.transformers.config import read_transformers_config
 from ..sampling_params import NEUTRAL, SamplingDefaults, SamplingParams
@@ -123,10 +123,11 @@ def read_config(directory: Path, model_impl: str = "auto") -> DecoderConfig:
     generation = None
     if has_file(generation_path):
         generation = read_json_object(generation_path, CONFIG_BYTES)
-    config = read_model_config(directory)
+    whole = read_model_config(directory)
+    config = text_part(whole)
     try:
         if model_impl == "transformers":
-            return read_transformers_config(directory, config, generation)
+            return read_transformers_config(directory, whole, generation)
         try:
             family_of(config)
         except CheckpointError as native:
@@ -136,7 +137,7 @@ def read_config(directory: Path, model_impl: str = "auto") -> DecoderConfig:
                     code=native.code,
                 ) from native
             try:
-                return read_transformers_config(directory, config, generation)
+                return read_transformers_config(directory, whole, generation)
             except (CheckpointError, ConfigError) as error:
                 code = error.code if isinstance(error, CheckpointError) else None
                 raise CheckpointError(
@@ -145,6 +146,15 @@ def read_config(directory: Path, model_impl: str = "auto") -> DecoderConfig:
         return ModelConfig.from_hf(config, generation)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}", code=error.code) from error
+
+
+_TEXT_PREFIXES = {
+    "model.language_model.": "model.",
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.text_model.": "model.",
+}
+"""What names of tensors of a text part begin with in files of wrappers, and without the wrapper."""
 
 
 class _Quantised(NamedTuple):
@@ -179,7 +189,10 @@ class CheckpointReader:
         self.directory = directory
         self._stack = ExitStack()
         self._headers: dict[str, TensorHeader] = {}
-        self._paths: dict[str, Path] = {}
+        self._places: dict[str, tuple[Path, str]] = {}
+        """The file of a tensor, and its name there."""
+        self.names_text_part = False
+        """Whether tensors of text have other names in the files, as parts of a wrapper."""
         self._files: dict[Path, Any] = {}
         self._quantised: dict[str, _Quantised] = {}
         """The weights that are stored as codes, by name."""
@@ -188,13 +201,15 @@ class CheckpointReader:
             for path in sorted(set(index.values())) or [directory / SINGLE_FILE]:
                 self._open(path, index)
             for name, path in index.items():
-                if name not in self._headers:
+                if name not in {name for _, name in self._places.values()}:
                     raise CheckpointError(
                         f"{path} does not hold {bounded_text(name)}, which the index expects"
                     )
             if has_file(directory / "config.json"):
-                settings = read_model_config(directory).get("quantization_config")
-                for found in _formats(settings):
+                config = read_model_config(directory)
+                if is_wrapper(config):
+                    self._rename()
+                for found in _formats(config.get("quantization_config")):
                     self._join(found)
         except (CheckpointError, MemoryBudgetError):
             self.close()
@@ -264,14 +279,28 @@ class CheckpointReader:
 
     def tensor(self, name: str) -> Tensor:
         """Return a tensor; it may share the mapped file's memory, so copy it to keep it."""
-        path = self._paths[name]
+        path, stored = self._places[name]
         try:
-            tensor: Tensor = self._files[path].get_tensor(name)
+            tensor: Tensor = self._files[path].get_tensor(stored)
         except SafetensorError as error:
             raise CheckpointError(
                 f"{path}: {name} cannot be read: {bounded_text(error)}"
             ) from error
         return tensor
+
+    def _rename(self) -> None:
+        """Give the tensors of the text part of a wrapper the names that they have without it."""
+
+        def plain(name: str) -> str:
+            for prefix, replacement in _TEXT_PREFIXES.items():
+                if name.startswith(prefix):
+                    return replacement + name.removeprefix(prefix)
+            return name
+
+        names = list(self._headers)
+        self._headers = {plain(name): header for name, header in self._headers.items()}
+        self._places = {plain(name): place for name, place in self._places.items()}
+        self.names_text_part = list(self._headers) != names
 
     def _join(self, stored: CheckpointFormat) -> None:
         """Replace the headers of the tensors of each weight in a format by one of the weight."""
@@ -305,7 +334,7 @@ class CheckpointReader:
                 if index.get(name, path) != path:
                     continue  # the index names another shard for it
                 view = file.get_slice(name)
-                self._paths[name] = path
+                self._places[name] = path, name
                 header = TensorHeader(str(view.get_dtype()), tuple(view.get_shape()), path)
                 self._headers[name] = header
         except (OSError, MemoryError, SafetensorError) as error:
@@ -457,7 +486,8 @@ def _stored_layout(
     config: ModelConfig, headers: Mapping[str, TensorHeader]
 ) -> dict[str, Parameter]:
     """Return the layout of the model, or of its shard, as these tensors store it."""
-    return {name: p.stored_in(headers) for name, p in fused_layout(config).items()}
+    shapes = {name: header.shape for name, header in headers.items()}
+    return {name: p.stored_in(shapes) for name, p in fused_layout(config).items()}
 
 
 def _sources(layout: Mapping[str, Parameter]) -> dict[str, Shape]:

@@ -101,7 +101,8 @@ def find_drafter(
         return _draft_model(path, target, target_directory)
     with CheckpointReader(directory) as reader:
         try:
-            name, names = bounded_text(str(path)), reader.headers()
+            name = bounded_text(str(path))
+            names = {tensor: header.shape for tensor, header in reader.headers().items()}
             drafter = _HEADS[kind][0](name, directory, config, names, target)
         except CheckpointError as error:
             raise CheckpointError(f"{config_path}: {error}") from error

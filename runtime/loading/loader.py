@@ -339,9 +339,11 @@ class OpenedSource:
         return dataclasses.replace(kernels, codes=codes)
 
     def for_transformers(self, dtype: torch.dtype) -> Path | dict[str, Tensor]:
-        """Return the directory, or all tensors if some are stored as codes, which are decoded."""
+        """Return the directory; or all tensors, if some are stored as codes, which are decoded, or
+        under other names."""
         assert self.reader is not None, "presets are native"
-        return self.reader.decoded(dtype) if self.reader.formats() else self.reader.directory
+        as_stored = not (self.reader.formats() or self.reader.names_text_part)
+        return self.reader.directory if as_stored else self.reader.decoded(dtype)
 
     def check_head(self) -> None:
         """Read the head and the embedding that it is tied to, if both are stored.

@@ -655,7 +655,7 @@ MIXTRAL = ExpertTraits(
 QWEN3_MOE = ExpertTraits(
     dense_layers=_qwen3_dense,
     optional=True,
-    layouts=(_BY_EXPERT, _STACKED),
+    layouts=(_BY_EXPERT, _STACKED, ExpertLayout(transposed=True)),
 )
 
 GPT_OSS = ExpertTraits(
@@ -1006,6 +1006,68 @@ FAMILIES: dict[str, Family] = {
 
 """By `model_type`. As in transformers, `attn_logit_softcapping` is ignored for Gemma 3, attention
 biases are ignored for Mistral, and only the logits of the Gemmas are capped."""
+
+
+# Models of images and text, of which the text is decoded.
+
+_WRAPPERS = frozenset(
+    {
+        *("aya_vision", "cohere2_vision", "gemma3", "gemma4", "gemma4_unified", "idefics3"),
+        *("internvl", "kimi_k25", "kimi_vl", "lfm2_vl", "llama4", "llava", "llava_next"),
+        *("llava_onevision", "minimax_m3_vl", "mistral3", "mistral_large4", "muse_glimmer"),
+        *("qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"),
+        *("smolvlm", "step3p7"),
+    }
+)
+"""Model types whose `text_config` describes a decoder that does not differ in prompts of text."""
+_SAME_TEXT = {
+    "kimi_k2": "deepseek_v3",
+    "kimi_k25": "deepseek_v3",
+    "qwen2_5_vl": "qwen2",
+    "qwen2_5_vl_text": "qwen2",
+    "qwen2_vl": "qwen2",
+    "qwen2_vl_text": "qwen2",
+    "qwen3_vl_text": "qwen3",
+    "qwen3_vl_moe_text": "qwen3_moe",
+}
+"""The families of decoders with model types of their own. The positions of a text are the same in
+the three dimensions of rotations of images (M-RoPE), so these are plain rotations."""
+
+
+def is_wrapper(config: Json) -> bool:
+    """Whether a `config.json` is of a model of images and text."""
+    return str(config.get("model_type")) in _WRAPPERS
+
+
+def text_part(config: Json) -> Json:
+    """Return the config of the decoder of text that a `config.json` describes: itself, if it is of
+    a model of text.
+
+    What the outer object says of all of the model counts first, such as tied embeddings.
+    """
+    inner, outer_type = config.get("text_config"), config.get("model_type")
+    wrapped = is_wrapper(config)
+    if not wrapped and str(outer_type) not in _SAME_TEXT:
+        return config
+    inner = inner if wrapped and isinstance(inner, Mapping) else {}
+    text = {**config, **inner}
+    text |= {key: config[key] for key in _OF_THE_WHOLE if config.get(key) is not None}
+    text["model_type"] = _SAME_TEXT.get(str(text.get("model_type")), text.get("model_type"))
+    if (family := FAMILIES.get(text["model_type"])) is not None:
+        text["architectures"] = [family.architecture]
+    if inner.get("model_type") == "qwen3_vl_moe_text":
+        text["norm_topk_prob"] = True
+        text.setdefault("num_experts", inner.get("num_local_experts"))  # as transformers writes it
+    for name in ("rope_parameters", "rope_scaling"):
+        if isinstance(rope := text.get(name), Mapping):
+            text[name] = {k: "default" if v == "mrope" else v for k, v in rope.items()}
+    return text
+
+
+_OF_THE_WHOLE = (
+    *("tie_word_embeddings", "dtype", "torch_dtype", "quantization_config"),
+    *("bos_token_id", "eos_token_id"),
+)
 
 
 def family_of(config: Json) -> tuple[str, Family]:

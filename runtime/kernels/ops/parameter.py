@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple, Protocol
@@ -164,13 +164,15 @@ class Parameter(NamedTuple):
         sizes = [source.part_shape[0] for source in self.sources]
         yield from zip(self.sources, parameter.view(self.stacked_shape).split(sizes), strict=True)
 
-    def stored_in(self, names: Container[str]) -> Parameter:
-        """Return the parameter with the layout of which most tensors are in `names`."""
+    def stored_in(self, shapes: Mapping[str, Shape]) -> Parameter:
+        """Return the parameter with the layout of which most tensors are in a checkpoint, with the
+        right shapes if several are."""
         if not self.alternatives:
             return self
 
-        def present(sources: tuple[Source, ...]) -> float:
-            return sum(source.name in names for source in sources) / len(sources)
+        def present(sources: tuple[Source, ...]) -> tuple[float, int]:
+            found = [shapes[s.name] == s.shape for s in sources if s.name and s.name in shapes]
+            return len(found) / len(sources), sum(found)
 
         best = max((self.sources, *self.alternatives), key=present)
         return self._replace(sources=best, alternatives=())

@@ -28,6 +28,7 @@ from ...kernels.ops.layer_plan import LayerPlan
 from ...kernels.ops.linear import Linear
 from ...kernels.ops.norms import JoinNorms, Norm, RMSNorm
 from ...kernels.ops.operation import Operation, per_token
+from ...kernels.ops.parameter import Shape
 from ...kernels.ops.stack import DecoderStack
 from ..config import ModelConfig
 from ..decoder import Decoder
@@ -353,7 +354,7 @@ def is_unused_by_mtp(name: str, drafter: DrafterConfig) -> bool:
 
 
 def mtp_config(
-    name: str, directory: Path, config: Json, names: Mapping[str, object], target: ModelConfig
+    name: str, directory: Path, config: Json, names: Mapping[str, Shape], target: ModelConfig
 ) -> DrafterConfig:
     """Read the first module of the target's checkpoint; see `ReadDrafter`."""
     layout = target.family.mtp

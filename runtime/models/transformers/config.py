@@ -20,7 +20,7 @@ from ...kernels.ops.norms import Norm
 from ...kernels.ops.operation import Opaque
 from ...kernels.ops.parameter import Parameter, Source
 from ..config import DTYPES, DecoderConfig, Dtype, check_quantisation, token_ids
-from ..families import read_optional
+from ..families import is_wrapper, read_optional
 from .attention import (
     IMPLEMENTATION,
     convertible_parameters,
@@ -275,7 +275,7 @@ def read_transformers_config(
         ) from error
     if hasattr(source, "quantization_config"):  # codes are decoded before transformers sees them
         del source.quantization_config
-    model_class = _model_class(transformers, source, config)
+    source, model_class = _decoder_of(transformers, source, config)
     text = source.get_text_config(decoder=True)
     dtype = config.get("dtype", config.get("torch_dtype")) or text.dtype or "float32"
     torch_dtype = cast("Dtype", str(dtype).removeprefix("torch."))
@@ -368,9 +368,16 @@ def model_class_of(config: TransformersConfig) -> type[Any]:
     return model_class
 
 
-def _model_class(transformers: Any, source: Any, config: Mapping[str, Any]) -> type[Any]:
-    """Return the causal language model of a config, if the checkpoint says it is one."""
+def _decoder_of(transformers: Any, source: Any, config: Mapping[str, Any]) -> tuple[Any, type[Any]]:
+    """Return a config and its causal language model, if the checkpoint says it is one.
+
+    Of a model of images and text they are of the decoder of text, if that has a class of its own.
+    """
     mapping = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
+    text = source.get_text_config(decoder=True)
+    if is_wrapper(config) and type(text) in mapping:
+        text.tie_word_embeddings = source.tie_word_embeddings
+        return text, mapping[type(text)]
     if type(source) not in mapping:
         raise CheckpointError(
             f"transformers has no AutoModelForCausalLM for model_type {source.model_type!r}"
@@ -382,4 +389,4 @@ def _model_class(transformers: Any, source: Any, config: Mapping[str, Any]) -> t
             f"architectures = {bounded_repr(named, 100)}: the weights do not belong to"
             f" {model_class.__name__}, the causal language model of {source.model_type!r}"
         )
-    return model_class
+    return source, model_class

@@ -1,0 +1,102 @@
+"""Models of images and text: their text decodes as in transformers, from the published layout."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from stepgraph.runtime.loading.checkpoint import read_config
+from stepgraph.runtime.models.config import ModelConfig
+
+from ..rigs.engine_rig import opened
+
+SIZES: dict[str, Any] = {
+    **{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 128},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
+    **{"max_position_embeddings": 128, "bos_token_id": 1, "eos_token_id": 2},
+}
+MROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+VISION = {
+    **{"hidden_size": 32, "depth": 1, "num_hidden_layers": 1, "intermediate_size": 32},
+    **{"num_heads": 2, "num_attention_heads": 2, "out_hidden_size": 64},
+}
+CASES: dict[str, tuple[str, dict[str, Any], bool]] = {
+    "qwen3_vl": ("Qwen3VL", {}, True),
+    "qwen3_vl_moe": ("Qwen3VLMoe", EXPERTS, True),
+    "qwen2_5_vl": ("Qwen2_5_VL", {"rope_parameters": MROPE}, True),
+    "mistral3": ("Mistral3", {"model_type": "mistral"}, True),
+    "ministral3": ("Mistral3", {"model_type": "ministral3"}, False),
+    "llama4": ("Llama4", {"num_local_experts": 2, "intermediate_size_mlp": 96}, True),
+    "gemma3": ("Gemma3", {}, True),
+    "gemma4": (
+        "Gemma4",
+        {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
+        False,
+    ),
+}
+"""Name of the classes, the text's sizes beyond `SIZES`, and whether the family is native."""
+
+
+def saved(name: str, directory: Path) -> Any:
+    """Write a random model and return it."""
+    prefix, own, _ = CASES[name]
+    config = getattr(transformers, f"{prefix}Config")(text_config=SIZES | own)
+    for key, value in VISION.items():
+        if hasattr(config.vision_config, key):
+            setattr(config.vision_config, key, value)
+    torch.manual_seed(3)
+    model = getattr(transformers, f"{prefix}ForConditionalGeneration")._from_config(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1, mean=float(parameter.dim() == 1))
+    model.eval().save_pretrained(directory)
+    return model
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_text_decodes_as_in_transformers(tmp_path: Path, name: str) -> None:
+    model, native = saved(name, tmp_path), CASES[name][2]
+    assert isinstance(read_config(tmp_path), ModelConfig) == native
+    (prompt,) = torch.randint(3, 120, (1, 30), generator=torch.Generator().manual_seed(1)).tolist()
+    with torch.no_grad():
+        text = getattr(model, "language_model", model)  # of which Llama 4 runs alone only
+        expected = text(input_ids=torch.tensor([prompt])).logits[0, 9:]
+    assert expected.std() > 0.1
+    with opened(tmp_path, prefill_chunk=16, block_size=4) as engine:
+        found = engine.score(prompt, 10)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
+
+
+def test_experts_as_qwen_publishes_them(tmp_path: Path) -> None:
+    """With inputs before outputs, which transformers turns when it loads them."""
+    model = saved("qwen3_vl_moe", tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = {
+        name: tensor.transpose(1, 2).contiguous() if ".experts." in name else tensor
+        for name, tensor in load_file(path).items()
+    }
+    save_file(tensors, path, {"format": "pt"})
+    with torch.no_grad():
+        expected = model(input_ids=torch.arange(3, 40)[None]).logits[0, 9:]
+    with opened(tmp_path) as engine:
+        found = engine.score(list(range(3, 40)), 10)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "inner"), [("kimi_k2", None), ("kimi_k25", "kimi_k2"), ("kimi_k25", None)]
+)
+def test_kimi_is_a_deepseek(tmp_path: Path, model_type: str, inner: str | None) -> None:
+    text = json.loads(transformers.DeepseekV3Config(num_hidden_layers=2).to_json_string())
+    text |= {"architectures": ["DeepseekV3ForCausalLM"], "model_type": inner or model_type}
+    config = {"model_type": model_type, "architectures": ["KimiK25ForConditionalGeneration"]}
+    config |= {"text_config": text} if model_type == "kimi_k25" else text
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = read_config(tmp_path)
+    assert isinstance(found, ModelConfig)
+    assert found.model_type == "deepseek_v3"
