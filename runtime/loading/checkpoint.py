@@ -169,7 +169,8 @@ class _Quantised(NamedTuple):
 
 def _formats(settings: object) -> tuple[CheckpointFormat, ...]:
     """Return the formats of a `quantization_config`; none if it is of another kind, which is
-    refused when the config is read."""
+    refused when the config is read. Without one, weights may be in the formats of ModelOpt."""
+    settings = {"quant_method": "modelopt"} if settings is None else settings
     try:
         return checkpoint_formats(settings if isinstance(settings, Mapping) else {})
     except ValueError:
