@@ -34,6 +34,9 @@ MAX_CANDIDATES = 8
 _NONE = 0
 """No position follows an n-gram at 0."""
 
+_SEPARATOR = -1
+"""Between sequences that share an index: no token."""
+
 
 class Draft(NamedTuple):
     """Drafted tokens, and how each of them was found."""
@@ -82,48 +85,34 @@ class SuffixIndex:
         self._latest.clear()
         self._previous.clear()
 
-    def propose(self, most: int) -> Draft | None:
-        """Return at most `most` drafts; None if the newest tokens have not occurred before."""
-        tokens, n = self.tokens, self._n
-        if tuple(tokens[-n:]) not in self._latest:  # mostly, where nothing repeats
-            return None
-        found, matched = self._find(tokens[-max(MAX_MATCH, n) :])
-        return self._continued(found, matched, most) if found else None
+    def propose(self, most: int, newest: list[int] | None = None) -> Draft | None:
+        """Return at most `most` drafts; None if the newest tokens have not occurred before.
 
-    def propose_after(self, newest: list[int], most: int, separator: int) -> Draft | None:
-        """Return what followed the last of `newest`, tokens of another sequence.
-
-        Drafts end before a separator, and where the tokens of the index end.
-        """
-        found, matched = self._find(newest, separator)
-        return self._continued(found, matched, most, separator) if found else None
-
-    def _find(self, newest: list[int], separator: int | None = None) -> tuple[list[int], int]:
-        """Return the positions after the longest matches with the end of `newest`; their length.
-
-        Matches before a separator do not count.
+        They follow the end of the sequence, or of `newest`, tokens of another one. The latter end
+        before a separator, and where the tokens of the index end.
         """
         tokens, n = self.tokens, self._n
-        if len(newest) < n:
-            return [], 0
+        separator = None if newest is None else _SEPARATOR
+        if newest is None:
+            newest = tokens[-max(MAX_MATCH, n) :]
         position = self._latest.get(tuple(newest[-n:]), _NONE)
-        found: list[int] = []
+        found: list[int] = []  # positions after the longest matches
         best, left, longest = n, self._candidates, len(newest)
         tail = newest[-best:]
         while position != _NONE and left:
             if tokens[position - best : position] == tail and tokens[position] != separator:
-                matched, most = best, min(longest, position)
-                while matched < most and tokens[position - matched - 1] == newest[-matched - 1]:
+                matched, possible = best, min(longest, position)
+                while matched < possible and tokens[position - matched - 1] == newest[-matched - 1]:
                     matched += 1
                 if matched > best:
                     best, tail, found = matched, newest[-matched:], []
                 found.append(position)
             position = self._previous[position]
             left -= 1
-        return found, best
+        return self._continued(found, best, most, separator) if found else None
 
     def _continued(
-        self, positions: Sequence[int], matched: int, most: int, separator: int | None = None
+        self, positions: Sequence[int], matched: int, most: int, separator: int | None
     ) -> Draft:
         """Return the drafts that the occurrences agree on; see the top of this file.
 
@@ -319,8 +308,6 @@ MAX_SHARED_TOKENS = 1 << 14
 MAX_WAITING_TOKENS = 1 << 17
 """Tokens of outputs that wait to be indexed; the oldest of more are dropped."""
 
-_SEPARATOR = -1
-
 
 class SharedOutputs:
     """The outputs of each salt, at most 64 times 32,768 tokens."""
@@ -366,7 +353,7 @@ class SharedOutputs:
         self._salts.move_to_end(salt)
         best: Draft | None = None
         for index in reversed(indexes):
-            draft = index.propose_after(newest, most, _SEPARATOR)
+            draft = index.propose(most, newest)
             if draft is not None and (best is None or draft.matched > best.matched):
                 best = draft
         return best
