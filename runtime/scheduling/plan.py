@@ -105,11 +105,6 @@ class StepPlan:
     """How long the host looked for drafts of the step."""
 
     @property
-    def drafting(self) -> bool:
-        """Whether the rows of `decode` verify drafts, or get new ones."""
-        return bool(self.decode_counts or self.proposes)
-
-    @property
     def decode_tokens(self) -> int:
         """Tokens that the rows of `decode` compute."""
         return sum(self.decode_counts) if self.decode_counts else len(self.decode)

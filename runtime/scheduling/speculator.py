@@ -216,7 +216,9 @@ class Speculator(ABC):
         self._credit = self.first_credit
         """Time that may be lost to drafts, in decode steps."""
         self._paused = False
-        """Whether the account was overdrawn when the last step was planned."""
+        """Whether the account is overdrawn, as the next step is planned."""
+        self._keeps_drafts = False
+        """Whether a row of the step to be planned may have drafts on the device, or get some."""
         self._since_timed = TIMED_AFTER - FIRST_TIMED
         """Steps that drafted since the last decode steps that were timed."""
         self._plain = 0
@@ -236,6 +238,8 @@ class Speculator(ABC):
         `requests`: its rows, the same list until a request joins or leaves.
         """
         self.waits, self.proposes, self.unread, self._lookup_ns = False, 0, (), 0
+        paused_below = self.probe if self._paused else 0.0
+        self._paused = self.config.adaptive and self._credit < paused_below
         if requests is not self._batch:
             self._begin_batch(requests)
 
@@ -251,7 +255,6 @@ class Speculator(ABC):
         """
         self.begin_plan(requests)
         adaptive, has_grammar = self.config.adaptive, self._has_grammar
-        self._paused = self._is_overdrawn
         sizes = self.sizes(len(requests))
         if not sizes:
             return ()
@@ -285,11 +288,6 @@ class Speculator(ABC):
             return ()
         return [guess.tokens[:count] for guess, count in zip(guesses, counts, strict=True)]
 
-    @property
-    def _is_overdrawn(self) -> bool:
-        """Whether drafting is to pause."""
-        return self.config.adaptive and self._credit < (self.probe if self._paused else 0.0)
-
     @abstractmethod
     def _guesses(self, requests: Sequence[Request]) -> Sequence[Guess]:
         """Return what may follow each request without its grammar; nothing in a pause."""
@@ -309,10 +307,15 @@ class Speculator(ABC):
     def launched(self, plan: StepPlan) -> None:
         """Note a step that was launched, and decide whether its time counts."""
         plan.lookup_ns = self._lookup_ns
+        # On an asynchronous device, looking overlaps with a step in flight, or delays the next one.
+        if not self.is_async_device:
+            plan.started_ns += self._lookup_ns
+        if plan.prefill or self._keeps_drafts:
+            self._note_rows(plan)
         if self._has_grammar:
             plan.timed = 0  # masks take time of their own
             return
-        drafts = plan.drafting or plan.lookup_ns
+        drafts = plan.decode_counts or plan.proposes or plan.lookup_ns
         if not plan.decode or (plan.prefill and not drafts):
             return
         self._credit = min(self._credit + self.share, self.most_credit)
@@ -325,19 +328,24 @@ class Speculator(ABC):
         if not 1 < self._plain <= TIMED_STEPS:
             plan.timed = 0 if self._plain % UNTIMED else UNTIMED
 
+    @abstractmethod
+    def _note_rows(self, plan: StepPlan) -> None:
+        """Note the rows of a launched step that prefills, or may leave drafts on the device."""
+
     def committed(self, plan: StepPlan, advanced: Sequence[int] | None, seconds: float) -> None:
         """Count what a step accepted, and what its time gained; once for every launched step."""
         if advanced is not None:
             self._verify_steps += 1
-            for drafts, count in zip(plan.decode_counts, advanced, strict=True):
-                self._verified_rows += drafts > 1
-                for index in range(drafts - 1):
+            for tokens, count in zip(plan.decode_counts, advanced, strict=True):
+                self._verified_rows += tokens > 1
+                for index in range(tokens - 1):
                     self._drafted[index] += 1
                     self._accepted[index] += index < count - 1
-        if not (plan.timed and (plan.drafting or plan.lookup_ns)):
+        drafts = plan.decode_counts or plan.proposes
+        if not (plan.timed and (drafts or plan.lookup_ns)):
             return
         decode, rows, expected = self.times.decode_seconds(plan.decode), len(plan.decode), 1.0
-        if plan.drafting:
+        if drafts:
             expected = self.times.with_drafts(plan.decode).of(plan)
         took = expected  # with a chunk of prefill, the step took longer
         if not plan.prefill:
@@ -415,7 +423,6 @@ class DrafterSpeculator(Speculator):
         self._acceptance = Acceptance(PROBABILITY_RATES, 256.0)
         self._by_position = Acceptance(POSITION_RATES, 256.0)
         self._keeps_drafts = True
-        """Whether a row of the step to be planned may have drafts on the device, or get some."""
         self._proposing_steps = 0
 
     def _guesses(self, requests: Sequence[Request]) -> Sequence[Guess]:
@@ -436,7 +443,7 @@ class DrafterSpeculator(Speculator):
             return 0
         if any(request.matcher is not None for request in ending):
             return 0
-        if self._is_overdrawn and (self.is_async_device or self._credit < -MOST_DRAFTER_DEFICIT):
+        if self._paused and (self.is_async_device or self._credit < -MOST_DRAFTER_DEFICIT):
             return 0
         return min(self.config.num_speculative_tokens, sizes[-1] - 1)
 
@@ -475,11 +482,8 @@ class DrafterSpeculator(Speculator):
             chances = self._acceptance.chances(map(probability_class, own))
             request.proposed = RowDrafts(known, drafts, own, chances, acceptance)
 
-    def launched(self, plan: StepPlan) -> None:
-        super().launched(plan)
+    def _note_rows(self, plan: StepPlan) -> None:
         self._proposing_steps += plan.proposes > 0 or plan.prompt_drafts > 0
-        if not (self._keeps_drafts or plan.prefill):
-            return  # in a pause, no row has drafts to reset
         for request in plan.decode:
             request.num_drafts = plan.proposes
         for chunk in plan.prefill:
@@ -543,20 +547,15 @@ class LookupSpeculator(Speculator):
             self._credit = max(self._credit, NEW_CREDIT)
         super()._begin_batch(requests)
 
-    def launched(self, plan: StepPlan) -> None:
-        """Note a step that was launched, and index its prompts."""
-        super().launched(plan)
-        if plan.prefill:
-            if self._shared is not None:
-                self._share_ended(self._shared)
-            if self._credit >= 0 or not self.config.adaptive:
-                for chunk in plan.prefill:
-                    request = chunk.request
-                    drafter = request.drafter or self._new_drafter(request)
-                    drafter.read(chunk.start + chunk.count, request.tokens, chunk.count)
-        # On an asynchronous device, looking overlaps with a step in flight, or delays the next one.
-        if not self.is_async_device:
-            plan.started_ns += plan.lookup_ns
+    def _note_rows(self, plan: StepPlan) -> None:
+        """Index the prompts of a launched step."""
+        if self._shared is not None:
+            self._share_ended(self._shared)
+        if not self._paused:
+            for chunk in plan.prefill:
+                request = chunk.request
+                drafter = request.drafter or self._new_drafter(request)
+                drafter.read(chunk.start + chunk.count, request.tokens, chunk.count)
 
     def _looked(self, requests: Sequence[Request]) -> list[Guess]:
         """Return what may follow each request.

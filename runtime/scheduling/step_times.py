@@ -123,7 +123,7 @@ class PhaseTimes:
 
     def predict(self, lanes: int, attended: float) -> float:
         """Return the predicted seconds for `lanes` tokens or rows; non-decreasing in both."""
-        return self.seconds[self._index(lanes)] + self.slope * attended
+        return self.seconds[bisect_left(self.sizes.sizes, lanes)] + self.slope * attended
 
     def correct(self, lanes: int, attended: float, error: float) -> None:
         """Correct the prediction for a step that took `error` seconds longer than predicted.
@@ -133,7 +133,7 @@ class PhaseTimes:
         moves a little toward that value, so that a disturbed measurement is forgotten even if the
         bucket is avoided because of it. No smaller bucket becomes slower than a larger one.
         """
-        index = self._index(lanes)
+        index = bisect_left(self.sizes.sizes, lanes)
         usual = self.sizes.sizes[index] * self._usual_reach
         weight = attended / usual
         error = clipped(error, self.seconds[index] + self.slope * attended)
@@ -149,10 +149,6 @@ class PhaseTimes:
                 self._bases[other] = min(self._bases[other], base)
         self._bases[index] = base
         self.seconds = list(accumulate(self._bases, max))  # no bucket is faster than a smaller one
-
-    def _index(self, lanes: int) -> int:
-        assert lanes <= self.sizes.largest, f"{lanes} lanes, more than {self.sizes.largest}"
-        return bisect_left(self.sizes.sizes, lanes)
 
 
 class DraftTimes:
@@ -183,15 +179,17 @@ class DraftTimes:
         own = self.multiples
         return own[at] if weight == 1.0 else own[at] * weight + own[at - 1] * (1 - weight)
 
-    def correct(self, plan: StepPlan, error: float) -> None:
-        """Correct the prediction for a step that took longer by this share of its prediction."""
+    def correct(self, plan: StepPlan, multiple: float) -> None:
+        """Correct the prediction for a step that took this multiple of a decode step's time."""
         at, weight = self._between(self._computed(plan))
-        error, common = clipped(error, 1.0), max(COMMON_GAIN, 1 / (2 + self._corrected))
+        predicted = self.multiples[at] * weight + self.multiples[at - 1] * (1 - weight)
+        error = clipped(multiple / predicted - 1, 1.0)
+        common = max(COMMON_GAIN, 1 / (2 + self._corrected))
         self._corrected += 1
-        for point, multiple in enumerate(self.multiples):
+        for point, before in enumerate(self.multiples):
             share = weight if point == at else 1 - weight if point == at - 1 else 0.0
             change = error * (common + DRAFT_GAIN * share) - FADING * (share == 0.0)
-            self.multiples[point] = max(multiple * (1 + change), 1.0)
+            self.multiples[point] = max(before * (1 + change), 1.0)
 
     def fade(self, steps: int) -> None:
         """Lower the times for a number of decode steps."""
@@ -249,12 +247,14 @@ class StepTimes:
 
     def decode_seconds(self, requests: Sequence[Request]) -> float:
         """Return the predicted seconds of a decode step of these requests."""
-        self._look_at(requests)
+        if requests is not self._rows or self._steps >= SUM_EVERY:
+            self._look_at(requests)
         return self.decode[self._full].predict(len(requests), self._attended)
 
     def with_drafts(self, requests: Sequence[Request]) -> DraftTimes:
         """Return the times of steps of these requests that verify or propose drafts."""
-        self._look_at(requests)
+        if requests is not self._rows:
+            self._look_at(requests)
         return self.drafts[self._full][bisect_left(self.decode[0].sizes.sizes, len(requests))]
 
     def prefill_seconds(self, chunks: Sequence[RowSpan]) -> float:
@@ -283,13 +283,15 @@ class StepTimes:
         if not 0 < seconds < math.inf:
             self.ignored += 1
             return
-        if plan.prefill and (plan.drafting or self.prefill is None):
+        drafts = plan.decode_counts or plan.proposes
+        if plan.prefill and (drafts or self.prefill is None):
+            return
+        if plan.lookup_ns and not drafts:  # a lookup in vain may have delayed the step
             return
         decode = self.decode_seconds(plan.decode) if plan.decode else 0.0
         self._steps += plan.timed
-        if plan.drafting:
-            times = self.with_drafts(plan.decode)
-            times.correct(plan, seconds / (decode * times.of(plan)) - 1)
+        if drafts:
+            self.with_drafts(plan.decode).correct(plan, seconds / decode)
             return
         if not plan.prefill:
             self._mixed = 0
@@ -325,13 +327,11 @@ class StepTimes:
         ]
 
     def _look_at(self, requests: Sequence[Request]) -> None:
-        """Sum the attended positions of the rows, if the rows changed or the sum is old.
+        """Sum the attended positions of the rows, because the rows changed or the sum is old.
 
         Plans contain the same list object while the same rows decode. A planned and a launched step
         differ by one position per row, less than the steps between two sums.
         """
-        if requests is self._rows and self._steps < SUM_EVERY:
-            return
         self._rows, self._steps = requests, 0
         self._attended = sum(self._reach(request.num_computed + 1) for request in requests)
         self._full = any(request.params.needs_full_sampler for request in requests)
