@@ -76,16 +76,26 @@ class CheckpointFormat(ABC):
         Raises:
             ValueError: as `weight`, and for NaN or infinity in the scales.
         """
-        rows, columns = _rows_and_columns(selection)
-        if rows and isinstance(rows[0], ExpertRows):
-            expert = rows[0].expert
-            stored = {suffix: tensor[expert : expert + 1] for suffix, tensor in stored.items()}
-            shape, rows[0] = (1, *shape[1:]), replace(rows[0], expert=0)
-        weight = self.weight(stored, shape)
-        for part in rows:
-            weight = weight.over(part.read)
-        weight.check_scales()
-        return weight if columns is None else weight.columns(columns.start, columns.count)
+        return read_part(self.weight, stored, shape, selection)
+
+
+def read_part(
+    unpack: Callable[[Mapping[str, Tensor], Shape], GroupedWeight],
+    stored: Mapping[str, Tensor],
+    shape: Shape,
+    selection: Selection | None,
+) -> GroupedWeight:
+    """Return a part of a weight; see `CheckpointFormat.read`, of which `unpack` is `weight`."""
+    rows, columns = _rows_and_columns(selection)
+    if rows and isinstance(rows[0], ExpertRows):
+        expert = rows[0].expert
+        stored = {suffix: tensor[expert : expert + 1] for suffix, tensor in stored.items()}
+        shape, rows[0] = (1, *shape[1:]), replace(rows[0], expert=0)
+    weight = unpack(stored, shape)
+    for part in rows:
+        weight = weight.over(part.read)
+    weight.check_scales()
+    return weight if columns is None else weight.columns(columns.start, columns.count)
 
 
 def _rows_and_columns(selection: Selection | None) -> tuple[list[Selection], Slice | None]:
