@@ -56,12 +56,6 @@ def check_type(field: str, value: T, kind: Any, allowed: str) -> T:
     raise _refusal(field, value, allowed)
 
 
-def check_choice(field: str, value: object, choices: tuple[str, ...]) -> None:
-    """Raise for a value that is none of the choices."""
-    if not isinstance(value, str) or value not in choices:
-        raise _refusal(field, value, f"one of {', '.join(map(repr, choices))}")
-
-
 def check_config(field: str, value: object, kind: type) -> None:
     """Raise `ConfigError` for what is neither a configuration of this type nor None."""
     if value is not None and not isinstance(value, kind):

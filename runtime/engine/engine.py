@@ -30,7 +30,7 @@ from ...cache.memory.handler import MemoryPlan
 from ...profiling.timeline import Timeline
 from ..arguments import (
     MAX_COUNT,
-    check_choice,
+    Allowed,
     check_config,
     check_integer,
     check_number,
@@ -281,7 +281,8 @@ class Engine:
         Returns False, and does nothing, if no unfinished request has this id.
         """
         check_type("request_id", request_id, str, "a string")
-        check_choice("reason", reason, get_args(AbortReason))
+        allowed = Allowed(kind=str, optional=False, choices=get_args(AbortReason))
+        allowed.check("reason", reason, RequestError)
         loop = self._loop
         group = loop.requests.groups.get(request_id)
         if group is None or group.finished or group.abort_posted:
