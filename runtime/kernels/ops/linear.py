@@ -38,7 +38,8 @@ torch.library.define(
     "(Tensor x, Tensor packed, Tensor? bias, int out_features, Tensor? scales=None) -> Tensor",
 )
 torch.library.define(
-    "stepgraph::packed_embedding", "(Tensor tokens, Tensor packed, int k) -> Tensor"
+    "stepgraph::packed_embedding",
+    "(Tensor tokens, Tensor packed, int k, ScalarType? dtype=None) -> Tensor",
 )
 torch.library.register_fake(
     "stepgraph::packed_linear",
@@ -46,7 +47,7 @@ torch.library.register_fake(
 )
 torch.library.register_fake(
     "stepgraph::packed_embedding",
-    lambda tokens_T, packed, k: packed.new_empty(tokens_T.shape[0], k),
+    lambda tokens_T, packed, k, dtype=None: packed.new_empty(tokens_T.shape[0], k, dtype=dtype),
 )
 
 
@@ -92,13 +93,16 @@ def pack_linear(weight_NK: Tensor) -> Tensor:
     return padded.view(-1, BLOCK, padded.shape[1] // width, width).transpose(1, 2).contiguous()
 
 
-def packed_embedding(tokens_T: Tensor, packed: Tensor, k: int) -> Tensor:
+def packed_embedding(
+    tokens_T: Tensor, packed: Tensor, k: int, dtype: torch.dtype | None = None
+) -> Tensor:
     """Rows `tokens_T` (int64) of the packed weight, `[T, k]`: `F.embedding` for a tied head.
 
-    Runs on CPU after `load_cpu_ops`. Raises IndexError for a token outside the weight's blocks;
-    padding rows of the last block are zeros.
+    Rows of a weight that `pack_parts` packed are decoded to `dtype`, the model's. Runs on CPU after
+    `load_cpu_ops`. Raises IndexError for a token outside the weight's blocks; padding rows of the
+    last block are zeros.
     """
-    rows: Tensor = torch.ops.stepgraph.packed_embedding.default(tokens_T, packed, k)
+    rows: Tensor = torch.ops.stepgraph.packed_embedding.default(tokens_T, packed, k, dtype)
     return rows
 
 

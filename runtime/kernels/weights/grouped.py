@@ -83,6 +83,28 @@ def powers_of_two(exponents: Tensor, bias: int) -> Tensor:
     return torch.ldexp(ones, exponents.int() - bias)
 
 
+class ScaleFormat(NamedTuple):
+    """The dtypes of `Scales`."""
+
+    outer: torch.dtype
+    inner: torch.dtype | None = None
+    run: int = 1
+
+
+class GroupedFormat(NamedTuple):
+    """What a `GroupedWeight` is but for its shape and its numbers."""
+
+    levels: Levels
+    group: int
+    scales: ScaleFormat
+    minimums: ScaleFormat | None = None
+
+    @property
+    def numbers(self) -> tuple[ScaleFormat, ...]:
+        """The scales and, if there are any, the minimums."""
+        return (self.scales,) if self.minimums is None else (self.scales, self.minimums)
+
+
 class Scales(NamedTuple):
     """A number for each group of a row: `outer` of a run of groups, times `inner` of the group."""
 
@@ -92,6 +114,12 @@ class Scales(NamedTuple):
     """`[..., N, G]`, int8, uint8 or float8_e4m3fn; None: all 1."""
     run: int = 1
     """Groups of a run, of which the last one may have fewer; 1 without `inner`."""
+
+    @property
+    def format(self) -> ScaleFormat:
+        """The dtypes."""
+        inner = None if self.inner is None else self.inner.dtype
+        return ScaleFormat(self.outer.dtype, inner, self.run)
 
     def groups(self) -> Tensor:
         """Return the numbers, float32 `[..., N, G]`."""
@@ -133,6 +161,12 @@ class GroupedWeight:
     def shape(self) -> tuple[int, ...]:
         """`[..., N, K]`."""
         return tuple(self.codes.shape)
+
+    @property
+    def format(self) -> GroupedFormat:
+        """The levels, the size of a group and the dtypes of scales."""
+        minimums = None if self.minimums is None else self.minimums.format
+        return GroupedFormat(self.levels, self.group, self.scales.format, minimums)
 
     def over(self, convert: Callable[[Tensor], Tensor]) -> GroupedWeight:
         """Return the weight with its tensors converted, such as some rows of each."""

@@ -176,7 +176,7 @@ using OptionalTensor = std::optional<at::Tensor>;
 // Rows of a weight, [tokens, k] of `dtype`: int8 ones times their scale.
 at::Tensor embeddings_of(const at::Tensor& tokens, const at::Tensor& packed,
                          const OptionalTensor& scales, int64_t k, at::ScalarType dtype) {
-  const at::Tensor rows = packed_embedding_cpu(tokens, packed, k);
+  const at::Tensor rows = packed_embedding_cpu(tokens, packed, k, dtype);
   if (!scales) return rows;
   return rows.to(at::kFloat).mul_(scales->index_select(0, tokens).unsqueeze(1)).to(dtype);
 }

@@ -9,6 +9,7 @@
 #include <ATen/ops/empty.h>
 
 #include "checks.h"
+#include "linear_ops.h"
 #include "stack_math.h"
 
 namespace stepgraph {
@@ -25,7 +26,53 @@ void gather_words(const Word* packed, int64_t steps, const int64_t* tokens, int6
   });
 }
 
-at::Tensor packed_embedding_cpu(const at::Tensor& tokens, const at::Tensor& packed, int64_t k) {
+// Rows of parts (`codes.h`), decoded.
+template <class T>
+void decode_rows(const PackedHeader& header, const int64_t* tokens, int64_t count, T* out,
+                 int threads) {
+  const char* packed = reinterpret_cast<const char*>(&header);
+  const int64_t inputs = header.inputs;
+  parallel_for(count, threads, [&, inputs](int64_t t, int64_t) {
+    const int64_t block = tokens[t] / kBlock, column = tokens[t] % kBlock;
+    const PackedPart& part = header.part_of(block);
+    const char* w = packed + part.begin + (block - part.first_block) * part.block_bytes;
+    T* row = out + t * inputs;
+    if (part.bits == 0) {
+      constexpr int64_t kPerWord = Element<T>::kPerWord;
+      const T* numbers = reinterpret_cast<const T*>(w) + column * kPerWord;
+      for (int64_t k = 0; k < inputs; ++k) {
+        row[k] = numbers[k / kPerWord * kBlock * kPerWord + k % kPerWord];
+      }
+      return;
+    }
+    for_bits(part.bits, [&](auto bits) {
+      visit_column<bits()>(part, header.levels_of(part), w, static_cast<int>(column), inputs,
+                           [&](int64_t k, float number) { row[k] = static_cast<T>(number); });
+    });
+  });
+}
+
+at::Tensor embedding_of_parts(const at::Tensor& tokens, const at::Tensor& packed, int64_t k,
+                              std::optional<at::ScalarType> dtype) {
+  const PackedHeader* header = packed_header(packed);
+  TORCH_CHECK(header != nullptr && dtype && k == header->inputs &&
+                  header->element_bytes == static_cast<int64_t>(c10::elementSize(*dtype)),
+              "packed_embedding: the weight ", packed.sizes(), " was not packed by pack_parts as rows of ",
+              k, " for a model in the dtype that is asked for");
+  const int64_t count = tokens.size(0), rows = (header->columns + kBlock - 1) / kBlock * kBlock;
+  const int64_t* token = check_index("packed_embedding", tokens, count, rows, "tokens");
+  at::Tensor out = at::empty({count, k}, packed.options().dtype(*dtype));
+  constexpr int64_t kNumbersPerThread = 1 << 12;
+  const int used = useful_threads(count * k / kNumbersPerThread, threads());
+  for_model_type("packed_embedding", *dtype, [&]<class T>(T) {
+    decode_rows(*header, token, count, out.mutable_data_ptr<T>(), used);
+  });
+  return out;
+}
+
+at::Tensor packed_embedding_cpu(const at::Tensor& tokens, const at::Tensor& packed, int64_t k,
+                                std::optional<at::ScalarType> dtype) {
+  if (packed.scalar_type() == at::kByte) return embedding_of_parts(tokens, packed, k, dtype);
   TORCH_CHECK(packed.dim() == 4 && packed.size(2) == kBlock && packed.is_contiguous() && 0 <= k &&
                   k <= packed.size(1) * packed.size(3),
               "packed_embedding: packed weight ", packed.sizes(), " has no rows of ", k);

@@ -9,16 +9,19 @@
 
 namespace stepgraph {
 
-// The model's type; int8, with a scale for each column.
-enum class WeightKind { kModel, kInt8 };
+// The model's type; int8, with a scale for each column; parts in formats of their own (`codes.h`).
+enum class WeightKind { kModel, kInt8, kParts };
+
+struct PackedHeader;
 
 // A packed weight and what is applied to its sums. Pointers are the owner's.
 struct Weights {
-  const char* packed = nullptr;   // [blocks][steps][32] words, or pairs of int8
+  const char* packed = nullptr;   // [blocks][steps][32] words, or pairs of int8; or parts
   const float* scales = nullptr;  // [columns], each multiplies the sums of its column; or null
   const void* bias = nullptr;     // [columns] of the model's type, or null
   int64_t columns = 0, steps = 0;
   WeightKind kind = WeightKind::kModel;
+  const PackedHeader* header = nullptr;  // of parts
 
   int64_t blocks() const { return (columns + kBlock - 1) / kBlock; }
 };
@@ -27,7 +30,7 @@ struct Weights {
 template <class T>
 struct LinearArgs {
   Weights weights;
-  const T* x;        // [rows, k], last dimension dense; k even for bf16 and int8
+  const T* x;        // [rows, k], last dimension dense; k even but for float weights
   int64_t x_stride;  // from row to row
   T* out;            // [rows, columns], contiguous
   int64_t rows;

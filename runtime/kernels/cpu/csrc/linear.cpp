@@ -40,6 +40,85 @@ struct Int8Codec {
   }
 };
 
+// Sums of long groups are added up this often, so that chains of multiply-adds are short enough to
+// overlap.
+constexpr int64_t kStepsPerSum = 64;
+
+// Codes in groups: the sum of a group is multiplied by its scale, and its minimum times the sum of
+// its inputs is subtracted. Results are in memory, since the sums of twelve rows take all registers.
+template <class T, int Bits, int M>
+void run_codes(const LinearTile& tile) {
+  using Word = typename Element<T>::Word;
+  constexpr int kWordsPerStep = 2 / Element<T>::kPerWord;
+  const Word* x = static_cast<const Word*>(tile.x);
+  const char *w = tile.w, *ahead = tile.prefetch;
+  typename CodeWordsOf<Bits>::Type words(tile.levels);
+  ScaleReader scales(tile.part->scales), minimums(tile.part->minimums);
+  std::fill_n(tile.sums, M * kBlock, 0.0f);
+  for (int64_t step = 0, group = 0; step < tile.steps; ++group) {
+    F32x16 scale[2], minimum[2];
+    scales.next(w, scale);
+    if (!minimums.none()) minimums.next(w, minimum);
+    const int64_t end = std::min(step + tile.part->group_steps, tile.steps);
+    while (step < end) {
+      F32x16 sum[M][2] = {};
+      const auto add = [&](int i) {
+        U32x16 first, second;
+        words.expand(i, first, second);
+#pragma GCC unroll 12
+        for (int m = 0; m < M; ++m) {
+          Word word[kWordsPerStep];
+          std::memcpy(word, x + m * tile.x_stride + (step + i) * kWordsPerStep, sizeof(word));
+          if constexpr (kWordsPerStep == 1) {
+            sum[m][0] = multiply_add(sum[m][0], first, word[0]);
+            sum[m][1] = multiply_add(sum[m][1], second, word[0]);
+          } else {
+            sum[m][0] = multiply_add(sum[m][0], low_bf16(first), word[0]);
+            sum[m][1] = multiply_add(sum[m][1], low_bf16(second), word[0]);
+            sum[m][0] = multiply_add(sum[m][0], high_bf16(first), word[1]);
+            sum[m][1] = multiply_add(sum[m][1], high_bf16(second), word[1]);
+          }
+        }
+      };
+      const int64_t stop = std::min(step + kStepsPerSum, end);
+      for (; step < stop; step += kChunkSteps, w += kChunkBytes<Bits>) {
+        words.load(w);
+        const char* until = tile.prefetch + (w - tile.w) + kChunkBytes<Bits>;
+        for (; ahead < until; ahead += 64) __builtin_prefetch(ahead, 0, 2);
+        if (step + kChunkSteps <= stop) {
+#pragma GCC unroll 4
+          for (int i = 0; i < kChunkSteps; ++i) add(i);
+        } else {
+          for (int i = 0; i < stop - step; ++i) add(i);
+        }
+      }
+      step = stop;
+      const auto finish = [&](auto with_minimum) {
+#pragma GCC unroll 12
+        for (int m = 0; m < M; ++m) {
+          for (int half = 0; half < 2; ++half) {
+            float* place = tile.sums + m * kBlock + 16 * half;
+            F32x16 total = load<F32x16>(place) + sum[m][half] * scale[half];
+            if (with_minimum) total -= minimum[half] * tile.input_sums[m * tile.groups + group];
+            store(place, total);
+          }
+        }
+      };
+      if (step == end && !minimums.none()) finish(std::true_type());
+      else finish(std::false_type());
+    }
+  }
+}
+
+template <class T, int Bits, size_t... Index>
+constexpr TileSet make_code_tile_set(std::index_sequence<Index...>) {
+  return {{{run_codes<T, Bits, Index + 1>...}, {run_codes<T, Bits, Index + 1>...}}, 1, 0};
+}
+
+template <class T, int Bits>
+constexpr TileSet kCodeTileSet =
+    make_code_tile_set<T, Bits>(std::make_index_sequence<kTileRows>());
+
 template <class Codec, int M, int Lines>
 void run_tile(const LinearTile& tile) {
   F32x16 acc[M][2];
@@ -68,6 +147,11 @@ constexpr TileSet kTileSet = make_tile_set<Codec>(std::make_index_sequence<kTile
 template <class T>
 const TileSet& tile_set(WeightKind kind) {
   return kind == WeightKind::kInt8 ? kTileSet<Int8Codec<T>> : kTileSet<ModelCodec<T>>;
+}
+
+template <class T>
+const TileSet& code_tile_set(int64_t bits) {
+  return for_bits(bits, [](auto kept) -> const TileSet& { return kCodeTileSet<T, kept()>; });
 }
 
 namespace {
@@ -108,6 +192,8 @@ void packed_linear(const LinearArgs<T>& args, std::shared_ptr<const void> keep) 
 
 template const TileSet& tile_set<c10::BFloat16>(WeightKind);
 template const TileSet& tile_set<float>(WeightKind);
+template const TileSet& code_tile_set<c10::BFloat16>(int64_t);
+template const TileSet& code_tile_set<float>(int64_t);
 template void packed_linear(const LinearArgs<c10::BFloat16>&, std::shared_ptr<const void>);
 template void packed_linear(const LinearArgs<float>&, std::shared_ptr<const void>);
 

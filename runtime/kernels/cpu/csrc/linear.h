@@ -11,7 +11,9 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <vector>
 
+#include "codes.h"
 #include "kernels.h"
 #include "phases.h"
 #include "vec.h"
@@ -33,6 +35,11 @@ struct LinearTile {
   int64_t steps;
   const char* prefetch;  // asked for: `lines` cache lines a step, from here on
   float* sums;           // [rows][32]
+  // Of codes:
+  const PackedPart* part;
+  const uint16_t* levels;
+  const float* input_sums;  // [rows][groups] of x, if the part has minimums
+  int64_t groups;
 };
 
 // The tiles of a kind of weight for one type of x: `run[lines][rows - 1]`.
@@ -46,15 +53,65 @@ struct TileSet {
 template <class T>
 const TileSet& tile_set(WeightKind kind);
 
+// Of codes. A step of theirs is a chunk, whose number of cache lines is their own affair.
 template <class T>
-int64_t block_bytes(const Weights& weights) {
-  return weights.steps * tile_set<T>(weights.kind).step_lines * 64;
-}
+const TileSet& code_tile_set(int64_t bits);
 
 template <class T>
 int64_t bytes_of(const Weights& weights) {
-  return weights.blocks() * block_bytes<T>(weights);
+  if (weights.header != nullptr) return weights.header->bytes;
+  return weights.blocks() * weights.steps * tile_set<T>(weights.kind).step_lines * 64;
 }
+
+template <class T>
+const char* block_of(const Weights& weights, int64_t block) {
+  if (weights.header != nullptr) {
+    const PackedPart& part = weights.header->part_of(block);
+    return weights.packed + part.begin + (block - part.first_block) * part.block_bytes;
+  }
+  return weights.packed + block * weights.steps * tile_set<T>(weights.kind).step_lines * 64;
+}
+
+// Sums of the inputs of groups, which minimums multiply, of the rows that a thread asked for last.
+// An object must not outlive the contents of x.
+template <class T>
+class InputSums {
+ public:
+  // [rows][groups]
+  const float* of(const T* x, int64_t x_stride, int64_t rows, int64_t steps, int64_t group_steps) {
+    if (x == x_ && rows == rows_ && group_steps == group_steps_) return sums().data();
+    const int64_t groups = (steps + group_steps - 1) / group_steps;
+    sums().resize(std::max<size_t>(sums().size(), rows * groups));
+    for (int64_t m = 0; m < rows; ++m) {
+      for (int64_t g = 0; g < groups; ++g) {
+        const int64_t from = 2 * g * group_steps;
+        const int64_t end = std::min(from + 2 * group_steps, 2 * steps);
+        sums()[m * groups + g] = sum(x + m * x_stride + from, end - from);
+      }
+    }
+    x_ = x;
+    rows_ = rows;
+    group_steps_ = group_steps;
+    return sums().data();
+  }
+
+ private:
+  // Kept by the thread, since steps follow one another.
+  static std::vector<float>& sums() {
+    static thread_local std::vector<float> sums;
+    return sums;
+  }
+
+  // One copy of the code: a row has the same sums in any batch.
+  __attribute__((noinline)) static float sum(const T* x, int64_t size) {
+    F32x16 lanes = {};
+    for (int64_t i = 0; i < size; i += 16) lanes += floats_of(x, i, size);
+    return lane_sum(lanes);
+  }
+
+  const T* x_ = nullptr;
+  int64_t rows_ = 0, group_steps_ = 0;
+};
 
 // The 32 numbers of a block of columns; what lies behind the last column is 0.
 template <class T>
@@ -69,22 +126,39 @@ inline void load_columns(const T* of_block, int64_t columns, F32x16 (&vectors)[2
 // `next` afterwards (null: unknown).
 template <class T>
 inline void run_block(const Weights& weights, int64_t block, const T* x, int64_t x_stride,
-                      int64_t rows, const char* next, float* sums) {
-  const TileSet& set = tile_set<T>(weights.kind);
-  const char* w = weights.packed + block * block_bytes<T>(weights);
+                      int64_t rows, const char* next, InputSums<T>& input_sums, float* sums) {
+  LinearTile tile{};
+  tile.w = block_of<T>(weights, block);
+  tile.steps = weights.steps;
+  const TileSet* set = &tile_set<T>(weights.kind);
+  if (weights.header != nullptr) {
+    const PackedPart& part = weights.header->part_of(block);
+    set = part.bits == 0 ? &tile_set<T>(WeightKind::kModel) : &code_tile_set<T>(part.bits);
+    if (part.bits == 0 && Element<T>::kPerWord == 1) tile.steps = weights.header->inputs;
+    tile.part = &part;
+    tile.levels = weights.header->levels_of(part);
+    if (part.minimums.outer != ScaleLayout::kNone) {
+      tile.groups = (weights.steps + part.group_steps - 1) / part.group_steps;
+      tile.input_sums = input_sums.of(x, x_stride, rows, weights.steps, part.group_steps);
+    }
+  }
   const int64_t columns = weights.columns - block * kBlock;
   const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
+  tile.x_stride = x_stride / Element<T>::kPerWord;
   for (int64_t i = 0; i < tiles; ++i) {
     const int64_t from = rows * i / tiles, to = rows * (i + 1) / tiles;
     int64_t lines = 0;
-    if (next != nullptr && next != w) {
+    if (next != nullptr && next != tile.w) {
       // With more tiles than one, the first ones ask for a line a step each.
-      if (tiles > 1) lines = i < set.step_lines ? 1 : 0;
-      else if (rows > set.rows_without_prefetch) lines = set.step_lines;
+      if (tiles > 1) lines = i < set->step_lines ? 1 : 0;
+      else if (rows > set->rows_without_prefetch) lines = set->step_lines;
     }
-    set.run[lines][to - from - 1](
-        {x + from * x_stride, x_stride / Element<T>::kPerWord, w, weights.steps,
-         tiles > 1 ? next + i * weights.steps * 64 : next, sums + from * kBlock});
+    LinearTile own = tile;
+    own.x = x + from * x_stride;
+    own.prefetch = lines == 0 ? tile.w : next + i * tile.steps * 64;
+    own.sums = sums + from * kBlock;
+    if (tile.input_sums != nullptr) own.input_sums += from * tile.groups;
+    set->run[lines][to - from - 1](own);
   }
   if (weights.scales == nullptr && weights.bias == nullptr) return;
   F32x16 scale[2] = {broadcast(1.0f), broadcast(1.0f)}, bias[2] = {};
@@ -109,16 +183,16 @@ template <class T, class Publish>
 inline void linear_phase(Phases& phases, int64_t phase, const Weights& weights, const T* x,
                          int64_t x_stride, int64_t rows, const char* after, float* sums,
                          Publish publish) {
-  const int64_t groups = row_groups(rows), bytes = block_bytes<T>(weights);
-  const int64_t units = weights.blocks() * groups;
+  const int64_t groups = row_groups(rows), units = weights.blocks() * groups;
+  InputSums<T> input_sums;
   const auto first_of = [&](int64_t unit) { return unit % groups * kGroupRows; };
   const auto rows_of = [&](int64_t unit) { return std::min(rows - first_of(unit), kGroupRows); };
   phases.run(
       phase, units,
       [&](int64_t unit, int64_t next) {
-        const char* then = next < units ? weights.packed + next / groups * bytes : after;
+        const char* then = next < units ? block_of<T>(weights, next / groups) : after;
         run_block(weights, unit / groups, x + first_of(unit) * x_stride, x_stride, rows_of(unit),
-                  then, sums);
+                  then, input_sums, sums);
       },
       [&](int64_t unit) {
         publish(unit / groups, first_of(unit), rows_of(unit), static_cast<const float*>(sums));

@@ -10,13 +10,25 @@
 #include <ATen/ops/empty.h>
 
 #include "checks.h"
+#include "codes.h"
 #include "kernels.h"
 
 namespace stepgraph {
 namespace {
 
+// What `pack_parts` packed, or null.
+inline const PackedHeader* packed_header(const at::Tensor& packed) {
+  if (packed.scalar_type() != at::kByte || packed.dim() != 1 || !packed.is_contiguous() ||
+      packed.size(0) < static_cast<int64_t>(sizeof(PackedHeader))) {
+    return nullptr;
+  }
+  const auto* header = static_cast<const PackedHeader*>(packed.const_data_ptr());
+  return header->magic == PackedHeader::kMagic ? header : nullptr;
+}
+
 // Checks a layer that `pack_linear` packed from [columns, inputs], or `count` of them that follow one
-// another: of the model's type `dtype`, or int8 with scales. Returns the first.
+// another: of the model's type `dtype`, or int8 with scales; or one that `pack_parts` packed, without
+// scales. Returns the first.
 inline Weights packed_weights(const char* op, const char* name, at::ScalarType dtype,
                               int64_t columns, int64_t inputs, const at::Tensor& packed,
                               const std::optional<at::Tensor>& scales,
@@ -27,9 +39,21 @@ inline Weights packed_weights(const char* op, const char* name, at::ScalarType d
   weights.columns = columns;
   weights.steps = (inputs + per_step - 1) / per_step;
   weights.kind = scales ? WeightKind::kInt8 : WeightKind::kModel;
-  TORCH_CHECK(packed.scalar_type() == stored && packed.is_contiguous() &&
-                  packed.sizes() == at::IntArrayRef({count * weights.blocks(), weights.steps,
-                                                     kBlock, per_step}),
+  if (packed.scalar_type() == at::kByte) {
+    const PackedHeader* header = packed_header(packed);
+    weights.kind = WeightKind::kParts;
+    weights.header = header;
+    weights.steps = (inputs + 1) / 2;
+    TORCH_CHECK(!scales && header != nullptr && header->columns == columns &&
+                    header->inputs == inputs && packed.size(0) == count * header->bytes &&
+                    header->element_bytes == static_cast<int64_t>(c10::elementSize(dtype)),
+                op, ": the weight of ", name, " is not a packed [", columns, ", ", inputs,
+                "] for a model in ", dtype, ", without scales; pack it with pack_parts");
+  }
+  TORCH_CHECK(weights.header != nullptr ||
+                  (packed.scalar_type() == stored && packed.is_contiguous() &&
+                   packed.sizes() == at::IntArrayRef({count * weights.blocks(), weights.steps,
+                                                      kBlock, per_step})),
               op, ": the weight of ", name, " is not a packed [", columns, ", ", inputs, "] of ",
               stored, "; pack it with pack_linear");
   const auto values = [&](const std::optional<at::Tensor>& given, at::ScalarType wanted,
@@ -44,11 +68,11 @@ inline Weights packed_weights(const char* op, const char* name, at::ScalarType d
   return weights;
 }
 
-// x as a layer reads it: whole words, and of int8 weights two elements at a time, so an odd last
-// element gets a zero beside it. Rows of bf16 begin at whole words.
+// x as a layer reads it: whole words, and of weights in 8 bits or parts two elements at a time, so an
+// odd last element gets a zero beside it. Rows of bf16 begin at whole words.
 at::Tensor layer_inputs(const at::Tensor& x, const Weights& weights) {
   const int64_t per_word = x.scalar_type() == at::kBFloat16 ? 2 : 1;
-  const int64_t per_step = weights.kind == WeightKind::kInt8 ? 2 : per_word;
+  const int64_t per_step = weights.kind == WeightKind::kModel ? per_word : 2;
   if (x.size(1) % per_step != 0) return at::constant_pad_nd(x, {0, 1}).contiguous();
   return x.stride(1) != 1 || x.stride(0) % per_word != 0 ? x.contiguous() : x;
 }

@@ -62,7 +62,7 @@ struct Mixture {
   }
 };
 
-// The matrices of equal shape that follow one another.
+// The matrices of equal shape and formats that follow one another.
 template <class T>
 Weights nth(Weights weights, int64_t index) {
   weights.packed += index * bytes_of<T>(weights);

@@ -157,7 +157,7 @@ class MixtureThread {
                    int64_t phase) {
     const int64_t blocks = mixture.gate_up.blocks(), total = mixture.total();
     const int64_t units = pairs.first_tile[total] * blocks;
-    const int64_t bytes = block_bytes<T>(mixture.gate_up), stride = padded(mixture.inner);
+    const int64_t stride = padded(mixture.inner);
     const auto expert_of = [&](int64_t tile) {
       return std::upper_bound(pairs.first_tile, pairs.first_tile + total, tile) -
              pairs.first_tile - 1;
@@ -165,9 +165,11 @@ class MixtureThread {
     int64_t tile = -1, expert = 0, first = 0, rows = 0;  // what was computed last
     const T* inputs = nullptr;
     int64_t inputs_stride = 0;
+    InputSums<T> input_sums;
     const auto enter = [&](int64_t next) {
       if (next == tile) return;
       tile = next;
+      input_sums = InputSums<T>();
       expert = expert_of(tile);
       first = pairs.begin[expert] + (tile - pairs.first_tile[expert]) * kGroupRows;
       rows = std::min<int64_t>(pairs.begin[expert + 1] - first, kGroupRows);
@@ -186,11 +188,12 @@ class MixtureThread {
           const Weights up = nth<T>(mixture.gate_up, 2 * expert + 1);
           const int64_t block = unit % blocks;
           const char* then =
-              next < units ? nth<T>(mixture.gate_up, 2 * expert_of(next / blocks)).packed +
-                                 next % blocks * bytes
+              next < units ? block_of<T>(nth<T>(mixture.gate_up, 2 * expert_of(next / blocks)),
+                                         next % blocks)
                            : first_of_down(mixture, pairs);
-          run_block(gate, block, inputs, inputs_stride, rows, up.packed + block * bytes, gates_);
-          run_block(up, block, inputs, inputs_stride, rows, then, sums_);
+          run_block(gate, block, inputs, inputs_stride, rows, block_of<T>(up, block), input_sums,
+                    gates_);
+          run_block(up, block, inputs, inputs_stride, rows, then, input_sums, sums_);
         },
         [&](int64_t unit) {
           T* out = inner_of(first, mixture) + unit % blocks * kBlock;
@@ -226,7 +229,7 @@ class MixtureThread {
     const int64_t block = std::min(index_, mixture.down.blocks() - 1);
     const int64_t expert = next_expert(mixture, pairs, 0);
     if (expert == mixture.total()) return nullptr;
-    return nth<T>(mixture.down, expert).packed + block * block_bytes<T>(mixture.down);
+    return block_of<T>(nth<T>(mixture.down, expert), block);
   }
 
   // The first expert from `expert` on that has pairs.
@@ -240,7 +243,7 @@ class MixtureThread {
   void down(const Mixture& mixture, const ExpertPairs& pairs, int64_t phase, const char* after,
             Publish publish) {
     const int64_t groups = (step_.tokens + kSummedRows - 1) / kSummedRows;
-    const int64_t blocks = mixture.down.blocks(), bytes = block_bytes<T>(mixture.down);
+    const int64_t blocks = mixture.down.blocks();
     const int64_t units = blocks * groups, total = mixture.total(), stride = padded(mixture.inner);
     float* summed = reinterpret_cast<float*>(own_ + at_.sums);
     const auto rows_of = [&](int64_t unit) {
@@ -263,14 +266,16 @@ class MixtureThread {
             const Weights weights = nth<T>(mixture.down, expert);
             const char* then = after;
             if (following < total) {
-              then = nth<T>(mixture.down, following).packed + block * bytes;
+              then = block_of<T>(nth<T>(mixture.down, following), block);
             } else if (next < units) {
-              then = nth<T>(mixture.down, first).packed + next / groups * bytes;
+              then = block_of<T>(nth<T>(mixture.down, first), next / groups);
             }
             const int64_t end = pair_from(expert, row + kSummedRows);
             for (int64_t pair = pair_from(expert, row); pair < end; pair += kGroupRows) {
               const int64_t rows = std::min(end - pair, kGroupRows);
-              run_block(weights, block, inner_of(pair, mixture), stride, rows, then, sums_);
+              InputSums<T> input_sums;
+              run_block(weights, block, inner_of(pair, mixture), stride, rows, then, input_sums,
+                        sums_);
               for (int64_t m = 0; m < rows; ++m) {
                 const float weight = mixture.scaled_inputs ? 1.0f : pairs.weights[pair + m];
                 float* place = summed + (pairs.rows[pair + m] - row) * kBlock;

@@ -175,8 +175,7 @@ class StackThread {
 
   // What this thread probably begins with of a linear layer to come.
   const char* begin_of(const Weights& weights) const {
-    const int64_t block = std::min(index_, weights.blocks() - 1);
-    return weights.packed + block_bytes<T>(weights) * block;
+    return block_of<T>(weights, std::min(index_, weights.blocks() - 1));
   }
 
   const char* begin_of(const StackBlock& block) const {
@@ -471,7 +470,7 @@ class StackThread {
     const Weights& weights = mlp.gate_up;
     const int64_t groups = row_groups(step_.tokens), stride = padded(mlp.inner);
     const int64_t pairs = mlp.inner / kBlock, units = pairs * groups;
-    const int64_t bytes = block_bytes<T>(weights);
+    InputSums<T> input_sums;
     const auto first_of = [&](int64_t unit) { return unit % groups * kGroupRows; };
     const auto rows_of = [&](int64_t unit) {
       return std::min(step_.tokens - first_of(unit), kGroupRows);
@@ -481,10 +480,10 @@ class StackThread {
         [&](int64_t unit, int64_t next) {
           const int64_t pair = unit / groups, rows = rows_of(unit);
           const T* x = inputs + first_of(unit) * at_.normed_stride;
-          const char* up = weights.packed + (pairs + pair) * bytes;
-          const char* then = next < units ? weights.packed + next / groups * bytes : after;
-          run_block(weights, pair, x, at_.normed_stride, rows, up, gates_);
-          run_block(weights, pairs + pair, x, at_.normed_stride, rows, then, sums_);
+          const char* up = block_of<T>(weights, pairs + pair);
+          const char* then = next < units ? block_of<T>(weights, next / groups) : after;
+          run_block(weights, pair, x, at_.normed_stride, rows, up, input_sums, gates_);
+          run_block(weights, pairs + pair, x, at_.normed_stride, rows, then, input_sums, sums_);
         },
         [&](int64_t unit) {
           T* out = inner + first_of(unit) * stride + unit / groups * kBlock;

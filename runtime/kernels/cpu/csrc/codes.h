@@ -1,0 +1,280 @@
+// Weights as codes in groups (`weights/grouped.py`), packed as `ops/packed_parts.py` does.
+//
+// A packed weight begins with a header that describes its parts: rows of one format, in blocks of 32
+// output features. A block is read from first byte to last. For each group of inputs it has scales
+// and minimums of the 32 features, and then chunks of codes. A chunk is 8 consecutive inputs, 4 steps
+// of two, in planes:
+//
+//   4, 5, 6 bits  pairs of bytes [half][16 columns][2 inputs]: 4 bits of each step
+//   5 bits        after these, bytes [16 columns][2 inputs]: a bit of each step of each half
+//   6 bits        after these, bytes [16 columns][2 inputs][half]: 2 bits of each step
+//   8 bits        bytes [step][4][half][4 columns][2 inputs]
+//
+// A code stands for one of up to 256 levels, all exact in bf16: a step becomes words as of any other
+// weight, once for all rows of a tile.
+#pragma once
+
+#include "kernels.h"
+#include "storage.h"
+
+#if STEPGRAPH_AVX512 && defined(__AVX512BW__)
+#define STEPGRAPH_AVX512_BW 1
+#else
+#define STEPGRAPH_AVX512_BW 0
+#endif
+#if STEPGRAPH_AVX512_BW && defined(__AVX512VBMI__)
+#define STEPGRAPH_AVX512_VBMI 1
+#else
+#define STEPGRAPH_AVX512_VBMI 0
+#endif
+
+namespace stepgraph {
+
+constexpr int kChunkSteps = 4;
+
+// Numbers of groups: `outer` of `run` groups times `inner` of each. Types as in `packed_parts.py`.
+struct ScaleLayout {
+  enum Outer : int64_t { kNone, kHalf, kBfloat16, kFloat };
+  enum Inner : int64_t { kOnes, kInt8, kUint8, kE4m3 };
+  int64_t outer, inner, run;
+};
+
+// Rows of one format.
+struct PackedPart {
+  int64_t first_block, begin, block_bytes;  // begin: bytes from the header on
+  int64_t bits;                             // 0: not codes, but numbers of the model's type
+  int64_t group_steps;                      // a multiple of kChunkSteps
+  ScaleLayout scales, minimums;             // minimums of type kNone: all 0
+  int64_t levels;                           // bytes from the header on to bf16 [256]
+};
+
+// What a packed weight begins with.
+struct PackedHeader {
+  static constexpr int64_t kMagic = 0x317374726170;
+  int64_t magic, columns, inputs, element_bytes;  // element_bytes: of the model's type
+  int64_t bytes, count;                           // bytes: of the whole; count: of parts
+  PackedPart parts[];
+
+  const PackedPart& part_of(int64_t block) const {
+    const PackedPart* part = parts + count - 1;
+    while (part->first_block > block) --part;
+    return *part;
+  }
+  const uint16_t* levels_of(const PackedPart& part) const {
+    return reinterpret_cast<const uint16_t*>(reinterpret_cast<const char*>(this) + part.levels);
+  }
+};
+
+template <int Bits>
+constexpr int64_t kChunkBytes = Bits * kBlock * 2 * kChunkSteps / 8;
+
+// The code of one column and one of the 8 inputs of a chunk.
+template <int Bits>
+inline int code_at(const char* chunk, int column, int input) {
+  const auto byte = [&](int at) { return static_cast<int>(static_cast<uint8_t>(chunk[at])); };
+  const int half = column / 16, lane = column % 16 * 2 + input % 2, step = input / 2;
+  if constexpr (Bits == 8) return byte(64 * step + lane / 8 * 16 + half * 8 + lane % 8);
+  int code = byte(64 * half + 2 * lane + step / 2) >> step % 2 * 4 & 15;
+  if constexpr (Bits == 5) code |= (byte(128 + lane) >> (4 * half + step) & 1) << 4;
+  if constexpr (Bits == 6) code |= (byte(128 + 2 * lane + half) >> 2 * step & 3) << 4;
+  return code;
+}
+
+// Codes become words of two bf16. `expand` gives a step of the chunk that was loaded last, as two
+// vectors of 16 columns.
+template <int Bits>
+class PortableCodeWords {
+ public:
+  explicit PortableCodeWords(const uint16_t* levels) : levels_(levels) {}
+
+  void load(const char* chunk) { chunk_ = chunk; }
+
+  void expand(int step, U32x16& first, U32x16& second) const {
+    uint16_t words[2 * kBlock];
+    for (int i = 0; i < 2 * kBlock; ++i) {
+      words[i] = levels_[code_at<Bits>(chunk_, i / 2, 2 * step + i % 2)];
+    }
+    first = stepgraph::load<U32x16>(words);
+    second = stepgraph::load<U32x16>(words + kBlock);
+  }
+
+ private:
+  const uint16_t* levels_;
+  const char* chunk_;
+};
+
+#if STEPGRAPH_AVX512_BW
+typedef uint16_t U16x32 __attribute__((vector_size(64)));
+
+// Of 4, 5 or 6 bits: an instruction looks up 32 codes.
+template <int Bits>
+class Avx512CodeWords {
+ public:
+  explicit Avx512CodeWords(const uint16_t* levels) {
+    for (int i = 0; i < 2; ++i) table_[i] = _mm512_loadu_si512(levels + 32 * i);
+  }
+
+  void load(const char* chunk) {
+    for (int half = 0; half < 2; ++half) low_[half] = stepgraph::load<U16x32>(chunk + 64 * half);
+    if constexpr (Bits == 5) {
+      const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(chunk + 128));
+      high_ = (U16x32)_mm512_cvtepu8_epi16(bytes);
+    }
+    if constexpr (Bits == 6) high_ = stepgraph::load<U16x32>(chunk + 128);
+  }
+
+  void expand(int step, U32x16& first, U32x16& second) const {
+    first = words(step, 0);
+    second = words(step, 1);
+  }
+
+ private:
+  // Instructions use the lowest 5 or 6 bits of an index. A table of 16 levels repeats them.
+  U32x16 words(int step, int half) const {
+    __m512i index = (__m512i)(low_[half] >> 4 * step);
+    if constexpr (Bits > 4) {
+      const int shift = Bits == 5 ? 4 * half + step - 4 : 8 * half + 2 * step - 4;
+      const U16x32 high = shift < 0 ? high_ << -shift : high_ >> shift;
+      constexpr int kChoose = 0xca;  // first ? second : third
+      index = _mm512_ternarylogic_epi64(_mm512_set1_epi16(Bits == 5 ? 16 : 48), (__m512i)high,
+                                        index, kChoose);
+    }
+    if constexpr (Bits < 6) return (U32x16)_mm512_permutexvar_epi16(index, table_[0]);
+    else return (U32x16)_mm512_permutex2var_epi16(table_[0], index, table_[1]);
+  }
+
+  __m512i table_[2];
+  U16x32 low_[2], high_;
+};
+#endif
+
+#if STEPGRAPH_AVX512_VBMI
+// Of 8 bits: both bytes of a level are looked up, in the table for codes below 128 and in the other.
+class VbmiCodeWords {
+ public:
+  explicit VbmiCodeWords(const uint16_t* levels) {
+    uint8_t bytes[2][256];
+    for (int i = 0; i < 256; ++i) {
+      bytes[0][i] = static_cast<uint8_t>(levels[i]);
+      bytes[1][i] = static_cast<uint8_t>(levels[i] >> 8);
+    }
+    for (int i = 0; i < 8; ++i) table_[i] = _mm512_loadu_si512(bytes[i / 4] + 64 * (i % 4));
+  }
+
+  void load(const char* chunk) { chunk_ = chunk; }
+
+  void expand(int step, U32x16& first, U32x16& second) const {
+    const __m512i codes = _mm512_loadu_si512(chunk_ + 64 * step);
+    const __mmask64 above = _mm512_movepi8_mask(codes);
+    const auto look_up = [&](const __m512i* table) {
+      return _mm512_mask_blend_epi8(above, _mm512_permutex2var_epi8(table[0], codes, table[1]),
+                                    _mm512_permutex2var_epi8(table[2], codes, table[3]));
+    };
+    const __m512i low = look_up(table_), high = look_up(table_ + 4);
+    first = (U32x16)_mm512_unpacklo_epi8(low, high);
+    second = (U32x16)_mm512_unpackhi_epi8(low, high);
+  }
+
+ private:
+  __m512i table_[8];
+  const char* chunk_;
+};
+#endif
+
+template <int Bits>
+struct CodeWordsOf {
+#if STEPGRAPH_AVX512_BW
+  using Type = std::conditional_t<Bits == 8, PortableCodeWords<8>, Avx512CodeWords<Bits>>;
+#else
+  using Type = PortableCodeWords<Bits>;
+#endif
+};
+#if STEPGRAPH_AVX512_VBMI
+template <>
+struct CodeWordsOf<8> {
+  using Type = VbmiCodeWords;
+};
+#endif
+
+// Reads the scales (or minimums) of a block group by group.
+class ScaleReader {
+ public:
+  explicit ScaleReader(const ScaleLayout& layout) : layout_(layout) {}
+
+  bool none() const { return layout_.outer == ScaleLayout::kNone; }
+
+  // Of the group that begins at p, which moves on.
+  void next(const char*& p, F32x16 (&scale)[2]) {
+    if (left_ == 0) {
+      left_ = layout_.run;
+      for (F32x16& outer : outer_) {
+        if (layout_.outer == ScaleLayout::kFloat) outer = stepgraph::load<F32x16>(p);
+        else if (layout_.outer == ScaleLayout::kHalf) outer = numbers<c10::Half>(p);
+        else outer = numbers<c10::BFloat16>(p);
+        p += layout_.outer == ScaleLayout::kFloat ? 64 : 32;
+      }
+    }
+    --left_;
+    for (int half = 0; half < 2; ++half) {
+      scale[half] = outer_[half];
+      if (layout_.inner == ScaleLayout::kOnes) continue;
+      const uint8_t* bytes = reinterpret_cast<const uint8_t*>(p);
+      if (layout_.inner == ScaleLayout::kInt8) scale[half] *= Int8::decode(bytes);
+      else if (layout_.inner == ScaleLayout::kE4m3) scale[half] *= Fp8::decode(bytes) * Fp8::kUnit;
+      else scale[half] *= unsigned_numbers(bytes);
+      p += 16;
+    }
+  }
+
+ private:
+  template <class T>
+  static F32x16 numbers(const char* p) {
+    return floats_of(reinterpret_cast<const T*>(p), 0, 16);
+  }
+
+  static F32x16 unsigned_numbers(const uint8_t* p) {
+#if STEPGRAPH_AVX512
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    return (F32x16)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes));
+#else
+    return __builtin_convertvector(stepgraph::load<U8x16>(p), F32x16);
+#endif
+  }
+
+  const ScaleLayout& layout_;
+  int64_t left_ = 0;
+  F32x16 outer_[2] = {};
+};
+
+// Calls visit(k, number) for the first `count` numbers of a column of a block.
+template <int Bits, class Visit>
+void visit_column(const PackedPart& part, const uint16_t* levels, const char* p, int column,
+                  int64_t count, Visit visit) {
+  ScaleReader scales(part.scales), minimums(part.minimums);
+  for (int64_t k = 0; k < count;) {
+    F32x16 scale[2], minimum[2] = {};
+    scales.next(p, scale);
+    if (!minimums.none()) minimums.next(p, minimum);
+    const float factor = scale[column / 16][column % 16];
+    const float subtracted = minimum[column / 16][column % 16];
+    for (const int64_t end = std::min(k + 2 * part.group_steps, count); k < end;) {
+      for (int i = 0; i < 2 * kChunkSteps && k < end; ++i, ++k) {
+        visit(k, from_bf16(levels[code_at<Bits>(p, column, i)]) * factor - subtracted);
+      }
+      p += kChunkBytes<Bits>;
+    }
+  }
+}
+
+// Calls run(std::integral_constant<int, bits>()).
+template <class Run>
+decltype(auto) for_bits(int64_t bits, Run run) {
+  switch (bits) {
+    case 4: return run(std::integral_constant<int, 4>());
+    case 5: return run(std::integral_constant<int, 5>());
+    case 6: return run(std::integral_constant<int, 6>());
+    default: return run(std::integral_constant<int, 8>());
+  }
+}
+
+}  // namespace stepgraph

@@ -1,0 +1,252 @@
+"""Linear layers over packed weights whose rows have different formats, such as q, k and v of a
+checkpoint with 4-bit and 6-bit weights.
+
+The parts are packed to one uint8 tensor, which takes the place of a packed weight of `linear.py` in
+every C++ operator: a header describes the parts, and blocks of 32 output features follow, which are
+read sequentially. A block consists of units of 32 bytes. For each group of inputs it contains the
+scales of the 32 features and their minimums, as compact as they were, and the codes of the group, 8
+inputs at a time. `cpu/csrc/codes.h` has the layout of both. Codes have 4, 5, 6 or 8 bits; codes of
+2 and 3 bits take 4. Parts in the model's dtype have the blocks of `linear.py`.
+
+A sum is the float32 sum of a group times its scale, minus the minimum times the sum of the inputs,
+added up in the order of groups. As in `linear.py`, it does not depend on the batch.
+
+Shapes: N output features, K input features, B blocks, G groups of a row, R runs of groups, C chunks
+of 8 inputs, U units of a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cache
+from itertools import accumulate
+from operator import itemgetter
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..weights.grouped import GroupedFormat, GroupedWeight, Levels, Scales
+from .linear import BLOCK, can_pack, pack_linear, packed_bytes
+
+_UNIT = 32
+"""Bytes."""
+_CHUNK = 8
+_LINE = 64
+_MAGIC, _HEADER, _PART = 0x317374726170, 6 * 8, 12 * 8
+_LEVELS = 256
+_OUTER = {torch.float16: 1, torch.bfloat16: 2, torch.float32: 3}
+_INNER = {None: 0, torch.int8: 1, torch.uint8: 2, torch.float8_e4m3fn: 3}
+_CODES_AT_A_TIME = 1 << 22
+"""Codes packed at once, which bounds temporary memory."""
+
+
+class Part(NamedTuple):
+    """The shape and the format of consecutive rows of a weight."""
+
+    n: int
+    k: int
+    format: GroupedFormat | None = None
+    """None: numbers of the model's dtype."""
+
+    @classmethod
+    def of(cls, weight: Tensor | GroupedWeight) -> Part:
+        """Return the part that a weight `[N, K]` is."""
+        n, k = weight.shape
+        return cls(n, k, weight.format if isinstance(weight, GroupedWeight) else None)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of 32 rows, the last one padded."""
+        return -(-self.n // BLOCK)
+
+    def groups(self) -> Iterator[range]:
+        """Return the chunks of each group."""
+        assert self.format is not None
+        chunks, group = -(-self.k // _CHUNK), -(-min(self.format.group, self.k) // _CHUNK)
+        return (range(at, min(at + group, chunks)) for at in range(0, chunks, group))
+
+    def block_bytes(self, dtype: torch.dtype) -> int:
+        """Return the bytes of a block, of a model in `dtype`."""
+        if self.format is None:
+            return packed_bytes(BLOCK, self.k, dtype)
+        return _aligned(len(_order(self)) * _UNIT)
+
+
+def can_pack_parts(parts: Sequence[Part], dtype: torch.dtype) -> bool:
+    """Whether `pack_parts` packs these parts of one weight for a model in `dtype`.
+
+    All but the last one need a multiple of 32 rows, groups a multiple of 8 inputs or a whole row,
+    levels that bfloat16 represents, and scales dtypes that the operators read.
+    """
+    whole = all(part.n % BLOCK == 0 for part in parts[:-1])
+    same = len({part.k for part in parts}) == 1
+    return can_pack(dtype) and dtype.is_floating_point and whole and same and all(map(_fits, parts))
+
+
+def _fits(part: Part) -> bool:
+    if (form := part.format) is None:
+        return True
+    return (
+        (form.group % _CHUNK == 0 or form.group >= part.k)
+        and all(scale.outer in _OUTER and scale.inner in _INNER for scale in form.numbers)
+        and _are_bfloat16(form.levels)
+    )
+
+
+@cache
+def _are_bfloat16(levels: Levels) -> bool:
+    table = levels.table()
+    return torch.equal(table.bfloat16().float().nan_to_num(), table.nan_to_num())
+
+
+def packed_parts_bytes(parts: Sequence[Part], dtype: torch.dtype) -> int:
+    """Return the bytes of what `pack_parts` returns for these parts and a model in `dtype`."""
+    return _header_bytes(parts) + sum(part.blocks * part.block_bytes(dtype) for part in parts)
+
+
+def pack_parts(parts: Sequence[Tensor | GroupedWeight], dtype: torch.dtype) -> Tensor:
+    """Pack weights `[N, K]`, the rows of one weight, for a model in `dtype`, to uint8 `[bytes]`.
+
+    Packed weights of equal formats may be concatenated where an operator takes several matrices.
+    Raises ValueError where `can_pack_parts` is False.
+    """
+    described = [Part.of(part) for part in parts]
+    if not can_pack_parts(described, dtype):
+        raise ValueError(f"parts {described} cannot be packed for {dtype}: decode them")
+    packed = torch.zeros(packed_parts_bytes(described, dtype), dtype=torch.uint8)
+    _write_header(described, dtype, packed)
+    at = _header_bytes(described)
+    for part, shape in zip(parts, described, strict=True):
+        blocks = packed[at : at + shape.blocks * shape.block_bytes(dtype)].view(shape.blocks, -1)
+        at += blocks.numel()
+        if isinstance(part, Tensor):
+            blocks.copy_(pack_linear(part.to(dtype)).view(torch.uint8).flatten(1))
+            continue
+        step = max(1, _CODES_AT_A_TIME // (BLOCK * shape.k))
+        for first in range(0, shape.blocks, step):
+            units = _blocks(part.over(itemgetter(slice(first * BLOCK, (first + step) * BLOCK))))
+            blocks[first : first + step, : units.shape[1]] = units
+    return packed
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _LINE) * _LINE
+
+
+def _levels_at(parts: Sequence[Part]) -> int:
+    return _aligned(_HEADER + len(parts) * _PART)
+
+
+def _header_bytes(parts: Sequence[Part]) -> int:
+    return _levels_at(parts) + len(parts) * _LEVELS * 2
+
+
+def _write_header(parts: Sequence[Part], dtype: torch.dtype, packed: Tensor) -> None:
+    begins = accumulate(
+        (part.blocks * part.block_bytes(dtype) for part in parts), initial=_header_bytes(parts)
+    )
+    n = sum(part.n for part in parts)
+    numbers = [_MAGIC, n, parts[0].k, dtype.itemsize, len(packed), len(parts)]
+    first = 0
+    for i, (part, begin) in enumerate(zip(parts, begins, strict=False)):
+        levels_at = _levels_at(parts) + i * _LEVELS * 2
+        numbers += [first, begin, part.block_bytes(dtype), *_description(part), levels_at]
+        first += part.blocks
+        if part.format is not None:
+            table = part.format.levels.table().bfloat16()
+            levels = table.repeat(_LEVELS // len(table)).view(torch.uint8)
+            packed[levels_at : levels_at + len(levels)] = levels
+    header = torch.tensor(numbers).view(torch.uint8)
+    packed[: len(header)] = header
+
+
+def _description(part: Part) -> list[int]:
+    """Return the bits, the steps of a group, and the types of scales and minimums."""
+    if (form := part.format) is None:
+        return [0] * 8
+    (steps, *_) = (len(chunks) * _CHUNK // 2 for chunks in part.groups())
+    types = [_bits(form), steps]
+    for scale in form.numbers:
+        types += [_OUTER[scale.outer], _INNER[scale.inner], scale.run]
+    return types + [0] * (8 - len(types))
+
+
+def _bits(form: GroupedFormat) -> int:
+    return next(bits for bits in (4, 5, 6, 8) if form.levels.bits <= bits)
+
+
+@cache
+def _order(part: Part) -> tuple[int, ...]:
+    """Return the units of a block, numbered as `_blocks` concatenates them."""
+    assert part.format is not None
+    groups, scales, bits = list(part.groups()), part.format.numbers, _bits(part.format)
+    sizes = [
+        size
+        for scale in scales
+        for size in (
+            -(-len(groups) // scale.run) * scale.outer.itemsize,
+            0 if scale.inner is None else len(groups),
+        )
+    ]
+    *starts, codes_at = accumulate(sizes, initial=0)
+    order: list[int] = []
+    for g, chunks in enumerate(groups):
+        for scale, outer_at, inner_at in zip(scales, starts[::2], starts[1::2], strict=True):
+            if g % scale.run == 0:
+                outer, width = g // scale.run, scale.outer.itemsize
+                order += range(outer_at + outer * width, outer_at + (outer + 1) * width)
+            if scale.inner is not None:
+                order.append(inner_at + g)
+        order += range(codes_at + chunks.start * bits, codes_at + chunks.stop * bits)
+    return tuple(order)
+
+
+def _blocks(weight: GroupedWeight) -> Tensor:
+    """Return the blocks of a weight, uint8 `[B, U * 32]`."""
+    scales = (weight.scales, weight.minimums)
+    units = [unit for scale in scales if scale is not None for unit in _scale_units(scale)]
+    units.append(_code_units(weight.codes, _bits(weight.format)))
+    order = torch.tensor(_order(Part.of(weight)))
+    together = torch.cat(units, dim=1).view(torch.int64)
+    return together.index_select(1, order).view(torch.uint8).flatten(1)
+
+
+def _scale_units(scales: Scales) -> Iterator[Tensor]:
+    for numbers in (scales.outer, scales.inner):
+        if numbers is not None:
+            as_bytes = numbers.contiguous().view(torch.uint8).unflatten(1, (numbers.shape[1], -1))
+            padded = F.pad(as_bytes, (0, 0, 0, 0, 0, -len(numbers) % BLOCK))
+            yield (
+                padded.unflatten(0, (-1, BLOCK))
+                .transpose(1, 2)
+                .reshape(-1, numbers.shape[1] * numbers.itemsize, _UNIT)
+            )
+
+
+def _code_units(codes_NK: Tensor, bits: int) -> Tensor:
+    """Return the chunks of codes, uint8 `[B, C * bits, 32]`."""
+    n, k = codes_NK.shape
+    padded = F.pad(codes_NK, (0, -k % _CHUNK, 0, -n % BLOCK))
+    # [blocks, half, 16 columns, chunks, step, parity] -> [blocks, chunks, ...]
+    codes = padded.view(-1, 2, 16, padded.shape[1] // _CHUNK, 4, 2).permute(0, 3, 1, 2, 4, 5)
+    if bits == 8:
+        quarters = codes.unflatten(3, (4, 4))  # b, c, half, 4, 4, step, parity
+        planes = [quarters.permute(0, 1, 5, 3, 2, 4, 6)]
+    else:
+        low = (codes & 15).movedim(4, -1)  # b, c, half, column, parity, step
+        planes = [low[..., ::2] | low[..., 1::2] << 4]
+        high = (codes >> 4).permute(0, 1, 3, 5, 2, 4)  # b, c, column, parity, half, step
+        if bits == 5:
+            planes.append(_shifted(high.flatten(4), 1))
+        if bits == 6:
+            planes.append(_shifted(high, 2))
+    chunk = torch.cat([plane.flatten(2) for plane in planes], dim=2)
+    return chunk.reshape(len(chunk), -1, _UNIT)
+
+
+def _shifted(numbers: Tensor, width: int) -> Tensor:
+    """Return bytes of the numbers of the last dimension, `width` bits each."""
+    shifts = torch.arange(0, width * numbers.shape[-1], width, dtype=torch.uint8)
+    return (numbers << shifts).sum(-1, dtype=torch.uint8)

@@ -1,0 +1,303 @@
+"""Packed parts: weights as codes in groups against their float64 numbers, in every format."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from stepgraph.runtime import kernels
+from stepgraph.runtime.kernels import Routing, packed_experts, reference_experts
+from stepgraph.runtime.kernels.ops.layer_plan import ModelPlan
+from stepgraph.runtime.kernels.ops.linear import Projection
+from stepgraph.runtime.kernels.ops.packed_parts import (
+    Part,
+    can_pack_parts,
+    pack_parts,
+    packed_parts_bytes,
+)
+from stepgraph.runtime.kernels.weights.grouped import (
+    DOUBLED_E2M1,
+    E4M3,
+    INT8,
+    GroupedFormat,
+    GroupedWeight,
+    Levels,
+    ScaleFormat,
+    Scales,
+    integers,
+)
+from torch import Tensor
+
+from ..rigs.expert_cases import make_mixture
+from ..rigs.stack_plans import PlanRig, plans
+from ..rigs.stack_rig import CHUNKS, assert_agrees
+from ..rigs.thread_rig import kernel_threads
+
+pytestmark = pytest.mark.usefixtures("cpu_ops")
+
+BF16, HALF, FLOAT = torch.bfloat16, torch.float16, torch.float32
+DTYPES = [BF16, FLOAT]
+BYTES = (torch.int8, torch.uint8, torch.float8_e4m3fn)
+FORMATS = {
+    "q4_0": GroupedFormat(integers(4, 8), 32, ScaleFormat(HALF)),
+    "q4_1": GroupedFormat(integers(4), 32, ScaleFormat(HALF), ScaleFormat(HALF)),
+    "q5_1": GroupedFormat(integers(5), 32, ScaleFormat(HALF), ScaleFormat(HALF)),
+    "q8_0": GroupedFormat(INT8, 32, ScaleFormat(HALF)),
+    "q2_k": GroupedFormat(
+        integers(2), 16, ScaleFormat(HALF, torch.uint8, 16), ScaleFormat(HALF, torch.uint8, 16)
+    ),
+    "q3_k": GroupedFormat(integers(3, 4), 16, ScaleFormat(HALF, torch.int8, 16)),
+    "q4_k": GroupedFormat(
+        integers(4), 32, ScaleFormat(HALF, torch.uint8, 8), ScaleFormat(HALF, torch.uint8, 8)
+    ),
+    "q6_k": GroupedFormat(integers(6, 32), 16, ScaleFormat(HALF, torch.int8, 16)),
+    "nvfp4": GroupedFormat(DOUBLED_E2M1, 16, ScaleFormat(FLOAT, torch.float8_e4m3fn, 99)),
+    "mxfp4": GroupedFormat(DOUBLED_E2M1, 32, ScaleFormat(FLOAT)),
+    "awq": GroupedFormat(integers(4), 128, ScaleFormat(HALF), ScaleFormat(HALF, torch.uint8)),
+    "fp8": GroupedFormat(E4M3, 128, ScaleFormat(FLOAT)),
+    "fp8_rows": GroupedFormat(E4M3, 1 << 20, ScaleFormat(BF16)),
+    "int8_rows": GroupedFormat(INT8, 1 << 20, ScaleFormat(FLOAT)),
+    "5_bits_of_8": GroupedFormat(
+        integers(5, 16), 8, ScaleFormat(BF16), ScaleFormat(FLOAT, torch.int8, 3)
+    ),
+    "6_bits_of_24": GroupedFormat(integers(6), 24, ScaleFormat(FLOAT), ScaleFormat(BF16)),
+}
+# N, K: whole blocks and groups, less than one, odd K, a last group that is shorter
+SHAPES = [(64, 512), (96, 1056), (7, 3), (33, 65), (1, 200), (100, 1025)]
+
+
+def random_scales(
+    form: ScaleFormat, n: int, groups: int, size: float, rng: torch.Generator
+) -> Scales:
+    outer = (0.5 + torch.rand(n, -(-groups // form.run), generator=rng)) * size
+    if form.inner is None:
+        return Scales(outer.to(form.outer))
+    inner = torch.randint(1, 64, (n, groups), generator=rng).to(form.inner)
+    return Scales((outer / 32).to(form.outer), inner, form.run)
+
+
+def random_weight(form: GroupedFormat, n: int, k: int, seed: int = 0) -> GroupedWeight:
+    """Numbers of about the size `k ** -0.5`."""
+    rng, size = torch.Generator().manual_seed(seed), k**-0.5
+    largest = max(abs(level) for level in form.levels.values if level == level)
+    finite = torch.tensor([i for i, level in enumerate(form.levels.values) if level == level])
+    codes = finite[torch.randint(len(finite), (n, k), generator=rng)].to(torch.uint8)
+    groups = -(-k // form.group)
+    scales = random_scales(form.scales, n, groups, 2 * size / largest, rng)
+    minimums = None
+    if form.minimums is not None:
+        minimums = random_scales(form.minimums, n, groups, size, rng)
+    weight = GroupedWeight(form.levels, codes, form.group, scales, minimums)
+    assert weight.format == form
+    return weight
+
+
+def numbers(part: Tensor | GroupedWeight) -> Tensor:
+    """The weight in float64; its float32 numbers are rounded once or twice."""
+    return part.double() if isinstance(part, Tensor) else part.decode().double()
+
+
+def assert_is_product(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+    """The result is within the rounding errors of sums of products, and of the result's dtype."""
+    expected = x.double() @ weight.T + (0 if bias is None else bias.double())
+    size = x.double().abs() @ weight.abs().T + (1e-6 if bias is None else bias.double().abs())
+    error = (out.double() - expected).abs()
+    allowed = size * 4e-6 + (expected.abs() * 2**-8 if out.dtype == BF16 else 0)
+    assert (error <= allowed).all(), (error / allowed).max()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+@pytest.mark.parametrize("name", FORMATS)
+def test_product_matches_float64(name: str, n: int, k: int, dtype: torch.dtype) -> None:
+    weight = random_weight(FORMATS[name], n, k)
+    packed = pack_parts([weight], dtype)
+    assert packed.nbytes == packed_parts_bytes([Part.of(weight)], dtype)
+    exact, bias = numbers(weight), torch.randn(n).to(dtype)
+    for t in (1, 2, 5, 13, 31):
+        x = torch.randn(t, k).to(dtype)
+        assert_is_product(kernels.packed_linear(x, packed, None, n), x, exact)
+        assert_is_product(kernels.packed_linear(x, packed, bias, n), x, exact, bias)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", FORMATS)
+def test_rows_of_packed_codes_are_the_weight(name: str, dtype: torch.dtype) -> None:
+    for n, k in SHAPES:
+        weight = random_weight(FORMATS[name], n, k)
+        packed = pack_parts([weight], dtype)
+        tokens = torch.randint(n, (40,))
+        rows = kernels.packed_embedding(tokens, packed, k, dtype)
+        expected = weight.decode()[tokens]
+        tolerance = 2**-7 if dtype == BF16 else 1e-6
+        torch.testing.assert_close(rows.float(), expected, rtol=tolerance, atol=tolerance)
+        if weight.minimums is None:
+            assert torch.equal(rows, expected.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["q4_k", "q5_1", "q6_k", "q8_0", "fp8_rows"])
+def test_a_row_does_not_see_its_batch(name: str, dtype: torch.dtype) -> None:
+    n, k = 100, 1056
+    weight = random_weight(FORMATS[name], n, k)
+    packed = pack_parts([weight], dtype)
+    x = torch.randn(150, k).to(dtype)
+    out = kernels.packed_linear(x, packed, None, n)
+    assert_is_product(out, x, numbers(weight))
+    poisoned = torch.full((150, k + 6), torch.nan, dtype=dtype)
+    poisoned[0, :k] = x[0]
+    after = kernels.packed_linear(poisoned[:, :k], packed, None, n)
+    assert torch.equal(after[0], out[0])
+    assert after[1:].isnan().all()
+    for count in (1, 2, 3):
+        with kernel_threads(count):
+            for t in (*range(1, 14), 31, 96, 97):
+                assert torch.equal(
+                    kernels.packed_linear(x[150 - t :], packed, None, n), out[150 - t :]
+                )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_parts_of_any_formats_are_one_weight(dtype: torch.dtype) -> None:
+    k = 328
+    parts: Sequence[Tensor | GroupedWeight] = [
+        random_weight(FORMATS["q4_k"], 64, k),
+        torch.randn(32, k).to(dtype),
+        *(random_weight(FORMATS[name], 32, k) for name in ("q6_k", "awq", "q8_0", "q5_1")),
+        random_weight(FORMATS["q4_1"], 40, k),
+    ]
+    exact = torch.cat([numbers(part) for part in parts])
+    n, packed = len(exact), pack_parts(parts, dtype)
+    assert packed.nbytes == packed_parts_bytes([Part.of(part) for part in parts], dtype)
+    for t in (1, 3, 12, 100):
+        x = torch.randn(t, k).to(dtype)
+        assert_is_product(kernels.packed_linear(x, packed, None, n), x, exact)
+    rows = kernels.packed_embedding(torch.arange(n), packed, k, dtype)
+    torch.testing.assert_close(rows.double(), exact, rtol=2**-7, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "bits"),
+    [("q4_k", 4.75), ("q6_k", 6.7), ("q4_1", 5.1), ("q8_0", 8.6), ("nvfp4", 4.6), ("awq", 4.4)],
+)
+def test_packed_codes_stay_compact(name: str, bits: float) -> None:
+    n, k = 1024, 2048
+    assert 8 * packed_parts_bytes([Part(n, k, FORMATS[name])], BF16) <= bits * n * k
+
+
+def test_every_code_counts_in_every_place() -> None:
+    """One input at a time and every code at every column."""
+    for bits in (4, 5, 6, 8):
+        levels = integers(bits, 1 << bits - 1)
+        codes = (torch.arange(256)[:, None] * 5 + torch.arange(40)) % (1 << bits)
+        weight = GroupedWeight(levels, codes.to(torch.uint8), 40, Scales(torch.ones(256, 1)))
+        for dtype in DTYPES:
+            packed = pack_parts([weight], dtype)
+            out = kernels.packed_linear(torch.eye(40, dtype=dtype), packed, None, 256)
+            assert torch.equal(out, weight.decode().T.to(dtype))
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [Part(33, 64), Part(32, 64, FORMATS["q4_0"])],
+        [Part(32, 64), Part(32, 72)],
+        [Part(32, 64, FORMATS["q4_0"]._replace(group=1))],
+        [Part(32, 64, FORMATS["q4_0"]._replace(group=20))],
+        [Part(32, 64, FORMATS["q4_0"]._replace(scales=ScaleFormat(torch.float64)))],
+        [Part(32, 64, FORMATS["q4_0"]._replace(levels=Levels("third", (0.0, 1 / 3))))],
+    ],
+)
+def test_parts_that_operators_cannot_read_are_refused(parts: Sequence[Part]) -> None:
+    assert not can_pack_parts(parts, BF16)
+    assert can_pack_parts([Part(20, 64, FORMATS["q4_0"]._replace(group=64))], BF16)
+    assert not can_pack_parts([Part(20, 64)], HALF)
+
+
+def test_wrong_packed_parts_are_refused() -> None:
+    weight = random_weight(FORMATS["q4_k"], 64, 256)
+    packed, x = pack_parts([weight], BF16), torch.zeros(1, 256, dtype=BF16)
+    wrong = [
+        (packed[64:], 64, x),
+        (packed[:-64], 64, x),
+        (packed, 65, x),
+        (packed, 64, x[:, :255]),
+        (packed, 64, x.float()),
+        (packed.view(2, -1), 64, x),
+    ]
+    for weight, n, inputs in wrong:
+        with pytest.raises(RuntimeError):
+            kernels.packed_linear(inputs, weight, None, n)
+    for dtype, k in ((None, 256), (FLOAT, 256), (BF16, 255)):
+        with pytest.raises(RuntimeError):
+            kernels.packed_embedding(torch.tensor([0]), packed, k, dtype)
+    with pytest.raises(IndexError):
+        kernels.packed_embedding(torch.tensor([64]), packed, 256, BF16)
+
+
+def pack_matrices(
+    form: GroupedFormat, matrices: int, n: int, k: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Random matrices of one format: their numbers and their packed codes, one after another."""
+    weights = [random_weight(form, n, k, seed) for seed in range(matrices)]
+    packed = [pack_parts([weight], dtype) for weight in weights]
+    return torch.cat([weight.decode() for weight in weights]), torch.cat(packed)
+
+
+@pytest.mark.parametrize("scaled_inputs", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("hidden", "features"), [(328, 264), (67, 33)])
+@pytest.mark.parametrize(("up", "down"), [("q4_k", "q6_k"), ("nvfp4", "q5_1")])
+def test_experts_in_codes_equal_decoded_ones(
+    up: str, down: str, hidden: int, features: int, dtype: torch.dtype, scaled_inputs: bool
+) -> None:
+    mixture = make_mixture(
+        Routing(2),
+        routed=5,
+        shared=1,
+        hidden=hidden,
+        features=features,
+        biases=True,
+        dtype=dtype,
+        scaled_inputs=scaled_inputs,
+    )
+    total = mixture.op.total
+    ups, packed_ups = pack_matrices(FORMATS[up], 2 * total, features, hidden, dtype)
+    downs, packed_downs = pack_matrices(FORMATS[down], total, hidden, features, dtype)
+    decoded = mixture.tensors._replace(gate_up=ups.to(dtype), down=downs.to(dtype))
+    coded = mixture.tensors._replace(gate_up=packed_ups, down=packed_downs)
+    for tokens in (1, 3, 40, 130):
+        x = torch.randn(tokens, hidden).to(dtype)
+        expected = reference_experts(mixture.op, x, decoded)
+        found = packed_experts(mixture.op, x, coded)
+        tolerance = (2e-5 if dtype == FLOAT else 0.03) * expected.abs().max().item()
+        torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
+        with kernel_threads(3):
+            assert torch.equal(packed_experts(mixture.op, x, coded), found)
+            assert torch.equal(packed_experts(mixture.op, x[-1:], coded), found[-1:])
+
+
+@settings(max_examples=15, deadline=None)
+@given(plan=plans(), formats=st.lists(st.sampled_from(sorted(FORMATS)), min_size=1, max_size=9))
+def test_stack_over_codes_agrees_with_decoded_weights(plan: ModelPlan, formats: list[str]) -> None:
+    rig, forms = PlanRig(plan, FLOAT), itertools.cycle(formats)
+    parameters = dict(rig.decoder.named_parameters())
+    for path, module in rig.decoder.named_modules():
+        if not isinstance(module, Projection):
+            continue
+        form = FORMATS[next(forms)]
+        n, k = module.out_features // module.matrices, module.in_features
+        name = f"{path}.weight"
+        decoded, parameters[name] = pack_matrices(form, module.matrices, n, k, FLOAT)
+        rig.decoder.store({name: decoded})
+    rig.decoder.bind(plan, parameters.items(), places=rig.places, storage=rig.storage)
+    arena = rig.arena
+    for chunks in CHUNKS.values():
+        inputs = rig.inputs(chunks)
+        rig.arena = arena.clone()
+        rig.poison(inputs)
+        assert_agrees(rig, inputs, rig.hidden(inputs))
