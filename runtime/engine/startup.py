@@ -455,26 +455,26 @@ def overwriting(
 ) -> Callable[[], None]:
     """Return the function that overwrites the weights of a model from `new`.
 
-    transformers loads all of them before; raises `CheckpointError` if it cannot.
+    transformers loads all of them before. Raises `CheckpointError` if it cannot, or the weights
+    are stored in other formats.
     """
     if isinstance(model, TransformersDecoder):
         assert isinstance(new.config, TransformersConfig)
         loaded = load_model(new.for_transformers(config.dtype), new.config, config.dtype)
         return partial(overwrite_decoder, model, loaded, new.config)
     assert isinstance(model, Decoder)
+    if new.kept_codes(model.kernels, config.dtype).codes != model.kernels.codes:
+        raise CheckpointError(
+            f"{new.place}: its weights are stored in other formats than this engine's, whose"
+            " tensors they would replace. Start a new engine for it"
+        )
     return partial(_overwrite, model, new, config)
 
 
 def _overwrite(model: Decoder, new: OpenedSource, config: ResolvedConfig) -> None:
     assert isinstance(new.config, ModelConfig)
-    kernels = new.kept_codes(model.kernels, config.dtype)
-    if kernels.codes != model.kernels.codes:
-        raise CheckpointError(
-            f"{new.place}: its weights are stored in other formats than this engine's, whose"
-            " tensors they would replace. Start a new engine for it"
-        )
-    weights = new.weights(config.dtype, kernels.codes, seed=config.user.seed, device=config.device)
-    model.overwrite(weights)
+    codes, seed = model.kernels.codes, config.user.seed
+    model.overwrite(new.weights(config.dtype, codes, seed=seed, device=config.device))
     model.config = new.config
 
 

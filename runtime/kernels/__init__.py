@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 from ..errors import KernelBuildError
-from .choice import Kernels
+from .choice import Kernels, no_parts
 from .cpu.build import (
     build_cpu_ops,
     build_kernels,
@@ -25,6 +25,7 @@ from .ops.batch import LayerPlace, RaggedBatch
 from .ops.experts import Experts, Routing, reference_experts
 from .ops.experts_operator import opaque_experts, packed_experts
 from .ops.linear import can_pack, pack_linear, packed_linear, reference_linear
+from .ops.packed_parts import pack_parts, parts_bytes
 from .ops.stack import DecoderStack, DecodeStep, Stack, stack_obstacle
 from .packed_memory import PackedMemory
 from .support import (
@@ -121,6 +122,8 @@ def _cpu_kernels(dtype: torch.dtype, weights: WeightStorage, *, load: bool) -> K
         weights=weights,
         sampler="cpu",
         library=library,
+        pack_parts=pack_parts if packs else None,
+        parts_bytes=parts_bytes if packs else no_parts,
         make_stack=DecoderStack if packs else None,
         stack_obstacle=stack_obstacle,
     )

@@ -19,6 +19,10 @@ Parts = Sequence[Tensor | GroupedWeight]
 """Rows of a weight, one part after the other, each in the model's dtype or as codes."""
 
 
+def no_parts(parts: Parts, dtype: torch.dtype) -> None:
+    """Return None: no kernel takes these parts."""
+
+
 @dataclass(frozen=True)
 class Kernels:
     """The selected implementations, and their properties that the memory plan and steps need."""
@@ -56,7 +60,7 @@ class Kernels:
     pack_parts: Callable[[Parts, torch.dtype], Tensor] | None = None
     """Packs a weight of a model in this dtype of which some parts are codes; None: weights are
     decoded while they are loaded."""
-    parts_bytes: Callable[[Parts, torch.dtype], int | None] = lambda parts, dtype: None
+    parts_bytes: Callable[[Parts, torch.dtype], int | None] = no_parts
     """The bytes that `pack_parts` returns for parts on the device `meta`; None: no kernel takes
     them, so they are decoded."""
     codes: Mapping[str, int] = field(default_factory=dict)

@@ -250,6 +250,18 @@ def _parts(
     return parts
 
 
+def _codes_bytes(kernels: Kernels, parts: Parts, matrices: int, dtype: torch.dtype) -> int | None:
+    """Return the bytes of some stacked matrices of equal formats as codes; None: they cannot be."""
+    each = len(parts) // matrices
+    of_matrices = [parts[first : first + each] for first in range(0, len(parts), each)]
+    formats = {
+        tuple(part.format if isinstance(part, GroupedWeight) else None for part in of_matrix)
+        for of_matrix in of_matrices
+    }
+    size = kernels.parts_bytes(of_matrices[0], dtype) if len(formats) == 1 else None
+    return None if size is None else size * matrices
+
+
 def random_weights(
     config: ModelConfig,
     dtype: torch.dtype,
@@ -325,8 +337,8 @@ class OpenedSource:
             stored = {self.reader.headers()[s].dtype for s in parameter.source_names}
             if parameter.is_matrix and not stored.isdisjoint(self.reader.formats()):
                 parts = _parts(self.reader, parameter, dtype, meta=True)
-                size = None if kernels.weights != MODEL else kernels.parts_bytes(parts, dtype)
-                if size is None:
+                size = _codes_bytes(kernels, parts, parameter.matrices, dtype)
+                if size is None or kernels.weights != MODEL:
                     decoded |= stored
                 else:
                     codes[name] = size

@@ -9,10 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stepgraph.runtime import kernels
-from stepgraph.runtime.kernels import Routing, packed_experts, reference_experts
+from stepgraph.runtime.kernels import Routing, packed_experts, packed_linear, reference_experts
 from stepgraph.runtime.kernels.ops.layer_plan import ModelPlan
-from stepgraph.runtime.kernels.ops.linear import Projection
+from stepgraph.runtime.kernels.ops.linear import Projection, packed_embedding
 from stepgraph.runtime.kernels.ops.packed_parts import (
     Part,
     can_pack_parts,
@@ -120,8 +119,8 @@ def test_product_matches_float64(name: str, n: int, k: int, dtype: torch.dtype) 
     exact, bias = numbers(weight), torch.randn(n).to(dtype)
     for t in (1, 2, 5, 13, 31):
         x = torch.randn(t, k).to(dtype)
-        assert_is_product(kernels.packed_linear(x, packed, None, n), x, exact)
-        assert_is_product(kernels.packed_linear(x, packed, bias, n), x, exact, bias)
+        assert_is_product(packed_linear(x, packed, None, n), x, exact)
+        assert_is_product(packed_linear(x, packed, bias, n), x, exact, bias)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -131,7 +130,7 @@ def test_rows_of_packed_codes_are_the_weight(name: str, dtype: torch.dtype) -> N
         weight = random_weight(FORMATS[name], n, k)
         packed = pack_parts([weight], dtype)
         tokens = torch.randint(n, (40,))
-        rows = kernels.packed_embedding(tokens, packed, k, dtype)
+        rows = packed_embedding(tokens, packed, k, dtype)
         expected = weight.decode()[tokens]
         tolerance = 2**-7 if dtype == BF16 else 1e-6
         torch.testing.assert_close(rows.float(), expected, rtol=tolerance, atol=tolerance)
@@ -146,19 +145,17 @@ def test_a_row_does_not_see_its_batch(name: str, dtype: torch.dtype) -> None:
     weight = random_weight(FORMATS[name], n, k)
     packed = pack_parts([weight], dtype)
     x = torch.randn(150, k).to(dtype)
-    out = kernels.packed_linear(x, packed, None, n)
+    out = packed_linear(x, packed, None, n)
     assert_is_product(out, x, numbers(weight))
     poisoned = torch.full((150, k + 6), torch.nan, dtype=dtype)
     poisoned[0, :k] = x[0]
-    after = kernels.packed_linear(poisoned[:, :k], packed, None, n)
+    after = packed_linear(poisoned[:, :k], packed, None, n)
     assert torch.equal(after[0], out[0])
     assert after[1:].isnan().all()
     for count in (1, 2, 3):
         with kernel_threads(count):
             for t in (*range(1, 14), 31, 96, 97):
-                assert torch.equal(
-                    kernels.packed_linear(x[150 - t :], packed, None, n), out[150 - t :]
-                )
+                assert torch.equal(packed_linear(x[150 - t :], packed, None, n), out[150 - t :])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -175,8 +172,8 @@ def test_parts_of_any_formats_are_one_weight(dtype: torch.dtype) -> None:
     assert packed.nbytes == packed_parts_bytes([Part.of(part) for part in parts], dtype)
     for t in (1, 3, 12, 100):
         x = torch.randn(t, k).to(dtype)
-        assert_is_product(kernels.packed_linear(x, packed, None, n), x, exact)
-    rows = kernels.packed_embedding(torch.arange(n), packed, k, dtype)
+        assert_is_product(packed_linear(x, packed, None, n), x, exact)
+    rows = packed_embedding(torch.arange(n), packed, k, dtype)
     torch.testing.assert_close(rows.double(), exact, rtol=2**-7, atol=1e-6)
 
 
@@ -197,7 +194,7 @@ def test_every_code_counts_in_every_place() -> None:
         weight = GroupedWeight(levels, codes.to(torch.uint8), 40, Scales(torch.ones(256, 1)))
         for dtype in DTYPES:
             packed = pack_parts([weight], dtype)
-            out = kernels.packed_linear(torch.eye(40, dtype=dtype), packed, None, 256)
+            out = packed_linear(torch.eye(40, dtype=dtype), packed, None, 256)
             assert torch.equal(out, weight.decode().T.to(dtype))
 
 
@@ -231,12 +228,12 @@ def test_wrong_packed_parts_are_refused() -> None:
     ]
     for weight, n, inputs in wrong:
         with pytest.raises(RuntimeError):
-            kernels.packed_linear(inputs, weight, None, n)
+            packed_linear(inputs, weight, None, n)
     for dtype, k in ((None, 256), (FLOAT, 256), (BF16, 255)):
         with pytest.raises(RuntimeError):
-            kernels.packed_embedding(torch.tensor([0]), packed, k, dtype)
+            packed_embedding(torch.tensor([0]), packed, k, dtype)
     with pytest.raises(IndexError):
-        kernels.packed_embedding(torch.tensor([64]), packed, 256, BF16)
+        packed_embedding(torch.tensor([64]), packed, 256, BF16)
 
 
 def pack_matrices(
@@ -268,8 +265,13 @@ def test_experts_in_codes_equal_decoded_ones(
     total = mixture.op.total
     ups, packed_ups = pack_matrices(FORMATS[up], 2 * total, features, hidden, dtype)
     downs, packed_downs = pack_matrices(FORMATS[down], total, hidden, features, dtype)
-    decoded = mixture.tensors._replace(gate_up=ups.to(dtype), down=downs.to(dtype))
-    coded = mixture.tensors._replace(gate_up=packed_ups, down=packed_downs)
+    decoded, coded = (
+        mixture.tensors._replace(
+            gate_up=mixture.tensors.gate_up._replace(weight=gate_up),
+            down=mixture.tensors.down._replace(weight=down),
+        )
+        for gate_up, down in ((ups.to(dtype), downs.to(dtype)), (packed_ups, packed_downs))
+    )
     for tokens in (1, 3, 40, 130):
         x = torch.randn(tokens, hidden).to(dtype)
         expected = reference_experts(mixture.op, x, decoded)

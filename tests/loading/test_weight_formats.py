@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from stepgraph.runtime.errors import CheckpointError
+from stepgraph.runtime.errors import CheckpointError, StepgraphError
 from stepgraph.runtime.kernels.ops.parameter import HeadRows, Narrowed, Selection, Slice
 from stepgraph.runtime.kernels.weights import Header, checkpoint_formats
 from stepgraph.runtime.kernels.weights.float4 import GPT_OSS
@@ -349,13 +349,22 @@ SIZES = {"nvfp4": 16, "modelopt_nvfp4": 16, "mxfp4": 32, "mxfp4_packed": 32, "mx
 """Groups of formats that have no choice."""
 
 
+DECODED = {"gptq_desc_act", "nf4", "nf4_plain"}
+"""Formats that no kernel takes: scales of single inputs, and levels that bfloat16 rounds."""
+
+
+@pytest.mark.parametrize("kernels", ["torch", "native"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_engine_has_the_logits_of_the_dequantised_model(
-    tiny: Callable[[str], TinyModel], tmp_path: Path, layout: str
+    tiny: Callable[[str], TinyModel], tmp_path: Path, layout: str, kernels: str
 ) -> None:
     model = tiny("wide_groups")
     reference = save_as(layout, model, tmp_path, SIZES.get(layout, 32))
-    check_logits(tmp_path, model, reference, 5e-4, prefill_chunk=16, block_size=4)
+    settings = {"kernels": kernels, "prefill_chunk": 16, "block_size": 4}
+    check_logits(tmp_path, model, reference, 5e-4, **settings)
+    with opened(tmp_path, **settings) as engine:
+        is_small = engine.weight_bytes_read(1) < 0.5 * 4 * reference.num_parameters()
+    assert is_small == (kernels == "native" and layout not in DECODED)
 
 
 @pytest.mark.parametrize("layout", ["awq", "fp8_blocks", "nvfp4", "pack_quantized_zeros", "nf4"])
@@ -486,9 +495,39 @@ def test_every_byte_with_every_scale() -> None:
     assert torch.equal(decoded, theirs.transpose(1, 2).float())
 
 
-def test_an_engine_of_experts_in_mxfp4(tiny: Callable[[str], TinyModel], tmp_path: Path) -> None:
+@pytest.mark.parametrize("kernels", ["torch", "native"])
+def test_an_engine_of_experts_in_mxfp4(
+    tiny: Callable[[str], TinyModel], tmp_path: Path, kernels: str
+) -> None:
     model = tiny("gpt_oss_mxfp4")
-    check_logits(tmp_path, model, save_as_mxfp4(model, tmp_path), 2e-4)
+    check_logits(tmp_path, model, save_as_mxfp4(model, tmp_path), 2e-4, kernels=kernels)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_weights_are_replaced_by_others_in_the_same_format(
+    tiny: Callable[[str], TinyModel], tmp_path: Path, ranks: int
+) -> None:
+    model = tiny("wide_groups")
+    save_as("pack_quantized", model, tmp_path / "a", 32)
+    save_as("awq", model, tmp_path / "other", 32)
+    rng = np.random.default_rng(11)
+
+    def change(name: str, tensor: Tensor) -> Stored | None:
+        if not name.endswith("proj.weight"):
+            return None
+        stored, weight = pack_quantized(rng, *tensor.shape, 32)
+        prefix = name.removesuffix(".weight")
+        return {f"{prefix}{suffix}": t for suffix, t in stored.items()}, weight
+
+    reference = save(model, tmp_path / "b", change, **COMPRESSED)
+    (token_ids,) = model.prompts(40)
+    with torch.no_grad():
+        expected = reference(torch.tensor([token_ids])).logits[0, 19:]
+    with opened(tmp_path / "a", kernels="native", tensor_parallel=ranks) as engine:
+        with pytest.raises(StepgraphError):
+            engine.reload_weights(tmp_path / "other")
+        engine.reload_weights(tmp_path / "b")
+        torch.testing.assert_close(engine.score(token_ids, 20), expected, rtol=0, atol=1e-3)
 
 
 def test_blocks_without_scales(tiny: Callable[[str], TinyModel], tmp_path: Path) -> None:

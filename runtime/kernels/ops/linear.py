@@ -209,10 +209,10 @@ class Projection(nn.Module):
         """
         if not isinstance(weight, Tensor):
             assert self.kernels.pack_parts is not None, "`Kernels.codes` is empty"
-            matrices = len(weight) // self.matrices
+            each = len(weight) // self.matrices
             packed = [
-                self.kernels.pack_parts(weight[first : first + matrices], dtype)
-                for first in range(0, len(weight), matrices)
+                self.kernels.pack_parts(weight[first : first + each], dtype)
+                for first in range(0, len(weight), each)
             ]
             return {"weight": torch.cat(packed).to(device)}
         stored: dict[str, torch.Tensor] = {}

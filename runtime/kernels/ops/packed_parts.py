@@ -106,6 +106,13 @@ def packed_parts_bytes(parts: Sequence[Part], dtype: torch.dtype) -> int:
     return _header_bytes(parts) + sum(part.blocks * part.block_bytes(dtype) for part in parts)
 
 
+def parts_bytes(parts: Sequence[Tensor | GroupedWeight], dtype: torch.dtype) -> int | None:
+    """Return the bytes of what `pack_parts` returns, for parts on any device; None where it
+    raises."""
+    described = [Part.of(part) for part in parts]
+    return packed_parts_bytes(described, dtype) if can_pack_parts(described, dtype) else None
+
+
 def pack_parts(parts: Sequence[Tensor | GroupedWeight], dtype: torch.dtype) -> Tensor:
     """Pack weights `[N, K]`, the rows of one weight, for a model in `dtype`, to uint8 `[bytes]`.
 
