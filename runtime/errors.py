@@ -35,7 +35,7 @@ class CheckpointError(StepgraphError):
     """A checkpoint that cannot be loaded: missing, truncated, unsupported or inconsistent.
 
     Attributes:
-        code: what was found instead, such as `gguf`, `peft`, `mistral`, `mlx`, `modelopt`,
+        code: what was found instead, such as `peft`, `mistral`, `mlx`, `modelopt`,
             `quantized`, `pickle` or `no_config`; None for other reasons.
     """
 

@@ -132,7 +132,8 @@ def _field(
 FLAGS: dict[str, dict[str, Flag]] = {
     "model and engine": {
         "model": Flag(
-            "checkpoint directory, hub id, preset:NAME (random weights) or demo (default: demo)",
+            "checkpoint directory, GGUF file, hub id, preset:NAME (random weights) or demo"
+            " (default: demo)",
             *(["demo"], ["demo"], _LIST),
         ),
         "device": _field("device", many=False),

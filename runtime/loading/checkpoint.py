@@ -186,6 +186,9 @@ class CheckpointReader:
     `MemoryBudgetError` if the process may not map as much (`RLIMIT_AS`).
     """
 
+    described_by = "config.json"
+    """What has the config of the model."""
+
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._stack = ExitStack()
@@ -413,8 +416,8 @@ def check_tensors(
     held = {match[1] for match in map(_LAYER_NAME.match, headers) if match is not None}
     if config.num_layers > len(held):
         raise CheckpointError(
-            f"the tensors in {reader.directory} do not fit its config.json: num_hidden_layers = "
-            f"{config.num_layers}, but there are tensors of {len(held)} layers"
+            f"the tensors in {reader.directory} do not fit its {reader.described_by}:"
+            f" num_hidden_layers = {config.num_layers}, but there are tensors of {len(held)} layers"
         )
     whole = _stored_layout(config.whole, headers)
     expected = _sources(whole)
@@ -478,7 +481,7 @@ def check_layout(
         rest = len(problems) - _PROBLEMS_SHOWN
         shown = problems[:_PROBLEMS_SHOWN] + ([f"... and {rest} more"] if rest > 0 else [])
         raise CheckpointError(
-            f"the tensors in {reader.directory} do not fit its config.json:\n  "
+            f"the tensors in {reader.directory} do not fit its {reader.described_by}:\n  "
             + "\n  ".join(shown)
         )
 

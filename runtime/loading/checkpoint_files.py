@@ -110,7 +110,6 @@ _OF_FILES = {
     "adapter_config.json": _PEFT,
     "consolidated*.safetensors": _Format("mistral", "the original format of Mistral", _SAVE),
     "consolidated*.pth": _Format("meta", "the original format of Meta", _SAVE),
-    "*.gguf": _Format("gguf", "a model for llama.cpp (GGUF)"),
     **dict.fromkeys(("*.bin", "*.pt", "*.pth", "*.ckpt"), _PICKLE),
 }
 """Names of files, and what they are; the first match counts."""
@@ -144,8 +143,8 @@ def _without(subject: str, path: Path, code: str) -> CheckpointError:
     held = ", ".join(bounded_text(each, 60) for each in names[:_SHOWN]) or "nothing"
     more = ", ..." if len(names) > _SHOWN else ""
     return CheckpointError(
-        f"{subject}. It holds {held}{more}; a model is a directory with config.json,"
-        " model.safetensors or its shards and their index, and tokenizer.json",
+        f"{subject}. It holds {held}{more}; a model is a GGUF file, or a directory with"
+        " config.json, model.safetensors or its shards and their index, and tokenizer.json",
         code=code,
     )
 

@@ -38,6 +38,7 @@ from ..models.families import Json
 from ..models.plan import model_plan
 from .checkpoint import CheckpointReader, check_layout
 from .checkpoint_files import CONFIG_BYTES, has_file, no_checkpoint, read_json_object
+from .gguf_file import GGUFFile, is_gguf
 from .loader import (
     PRESET_PREFIX,
     Source,
@@ -70,13 +71,14 @@ def find_drafter(
     """Find a drafter, and check its config and the headers of its files.
 
     Args:
-        path: a directory in the Hugging Face layout, a hub id, `demo` or `preset:NAME`, as the name
-            of a model. That of the target for its own module for multi-token prediction.
+        path: a directory in the Hugging Face layout, a GGUF file, a hub id, `demo` or
+            `preset:NAME`, as the name of a model. That of the target for its own module for
+            multi-token prediction.
         target: the config of the model that it drafts for.
         method: the kind that it must be; None: any. A checkpoint with a module for multi-token
             prediction is a draft model, unless it is the target's own.
-        target_directory: the checkpoint of the target. If both have a `tokenizer.json`, the files
-            must have the same vocabulary.
+        target_directory: the checkpoint of the target. If both have a tokenizer, they must
+            have the same vocabulary.
 
     Raises:
         CheckpointError: there is no such checkpoint, or it is damaged or of an unknown layout.
@@ -89,6 +91,9 @@ def find_drafter(
         _check_kind(path, "draft_model", method)
         return _draft_model(path, target, target_directory)
     directory = find_directory(path)
+    if is_gguf(directory):
+        _check_kind(path, "draft_model", method)
+        return _draft_model(path, target, target_directory)
     config_path = directory / "config.json"
     if not has_file(config_path):
         raise no_checkpoint(directory)
@@ -179,7 +184,7 @@ def _draft_model(
     name = bounded_text(found.name)
     check_fits(name, {"vocab_size": (model.vocab_size, target.vocab_size)})
     if found.directory is not None and target_directory is not None:
-        _check_tokenizer(name, found.directory / _TOKENIZER, target_directory / _TOKENIZER)
+        _check_tokenizer(name, found.directory, target_directory)
     with ExitStack() as open_files:
         open_source(found, open_files).check_head()
     plan = model_plan(model)
@@ -196,16 +201,25 @@ def _draft_model(
 
 def _check_tokenizer(name: str, ours: Path, theirs: Path) -> None:
     """Refuse a draft model whose tokenizer differs from the target's, if both have one."""
-    if not (has_file(ours) and has_file(theirs)):
+    vocabularies = _vocabulary(ours), _vocabulary(theirs)
+    if vocabularies[0] is None or vocabularies[1] is None:
         return
-    vocabularies = [read_tokenizer(path).get_vocab().items() for path in (ours, theirs)]
-    differing = {token for token, _ in vocabularies[0] ^ vocabularies[1]}
+    differing = {token for token, _ in vocabularies[0].items() ^ vocabularies[1].items()}
     if differing:
         raise ConfigError(
             f"the draft model {name} has another tokenizer than the model that it drafts for:"
             f" {bounded_repr(min(differing))} has not the same id in {ours} and {theirs}. Use a"
             " draft model with the same tokenizer"
         )
+
+
+def _vocabulary(checkpoint: Path) -> dict[str, int] | None:
+    """Return the token ids of a checkpoint's tokenizer; None if it has none."""
+    if is_gguf(checkpoint):
+        tokens = GGUFFile(checkpoint).get("tokenizer.ggml.tokens", list)
+        return None if tokens is None else {token: i for i, token in enumerate(tokens)}
+    path = checkpoint / _TOKENIZER
+    return read_tokenizer(path).get_vocab() if has_file(path) else None
 
 
 def load_drafter(

@@ -1,7 +1,7 @@
 """Finds checkpoints, checks their headers before reading weights, and yields fused weights.
 
-Weights come from safetensors files only; nothing here unpickles. `fused_layout` maps the tensors of
-a checkpoint to fused ones.
+Weights come from safetensors and GGUF files only; nothing here unpickles. `fused_layout` maps the
+tensors of a checkpoint to fused ones.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import hashlib
 import logging
 import math
 import re
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,10 +40,13 @@ from .checkpoint import (
     read_sampling_defaults,
 )
 from .checkpoint_files import no_checkpoint
+from .gguf_checkpoint import GGUFReader, gguf_config
+from .gguf_file import SUFFIX, find_gguf, is_gguf
+from .gguf_tokenizer import gguf_tokenizer
 from .tokenizer import TextTokenizer, load_tokenizer
 
 logger = logging.getLogger("stepgraph.runtime")
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?)(?::([\w.-]+))?")
 PRESET_PREFIX = "preset:"
 _INITIAL_STD = 0.02
 _NORMAL_POOL = 262_147
@@ -59,7 +62,7 @@ class Source:
     """The name as given by the user."""
     config: DecoderConfig
     directory: Path | None
-    """The checkpoint; None for a preset, whose weights are random."""
+    """The checkpoint, a directory or a GGUF file; None for a preset, whose weights are random."""
 
     @property
     def place(self) -> str:
@@ -87,13 +90,14 @@ def resolve_source(
 ) -> Source:
     """Find a checkpoint and read its config.
 
-    `source` is a directory in the Hugging Face layout, `"demo"` (the model that ships with the
-    package), `"preset:NAME"`, or the id of a repository on the Hugging Face hub, which is read from
-    the local cache if it is complete there and downloaded otherwise. A `Path` is always a
-    directory. With `config_only` only the config must exist and is downloaded. `model_impl` is the
-    option of `EngineConfig`; `tied` replaces the model's `tie_word_embeddings` unless None. Raises
-    `CheckpointError` if there is no such checkpoint, `ConfigError` for an unknown preset, or one
-    that the options exclude.
+    `source` is a directory in the Hugging Face layout, a GGUF file or a directory with one,
+    `"demo"` (the model that ships with the package), `"preset:NAME"`, or the id of a repository on
+    the Hugging Face hub, which is read from the local cache if it is complete there and downloaded
+    otherwise; with `:` and the name of a quantisation after it, a GGUF file there. A `Path` is
+    never an id. With `config_only` only the config must exist and is downloaded. `model_impl` is
+    the option of `EngineConfig`; `tied` replaces the model's `tie_word_embeddings` unless None.
+    Raises `CheckpointError` if there is no such checkpoint, `ConfigError` for an unknown preset, or
+    one that the options exclude.
     """
     check_source(source)
     if isinstance(source, str) and source.startswith(PRESET_PREFIX):
@@ -106,7 +110,15 @@ def resolve_source(
         directory = None
     else:
         directory = find_directory(source, config_only=config_only)
-        config = read_config(directory, model_impl)
+        if is_gguf(directory):
+            if model_impl == "transformers":
+                raise ConfigError(
+                    f"{bounded_text(source)} is a GGUF file, which only native families read:"
+                    " model_impl='transformers' needs a directory or a hub id"
+                )
+            config = gguf_config(directory)
+        else:
+            config = read_config(directory, model_impl)
     if tied not in (None, config.tie_word_embeddings):
         if not isinstance(config, ModelConfig):
             raise ConfigError(
@@ -122,12 +134,14 @@ def check_source(source: object) -> None:
     """Raise `CheckpointError` for what cannot name a model."""
     if not isinstance(source, str | Path) or not str(source):
         raise CheckpointError(
-            f"a model is a directory, a hub id, 'preset:NAME' or 'demo', not {bounded_repr(source)}"
+            "a model is a directory, a GGUF file, a hub id, 'preset:NAME' or 'demo', not "
+            + bounded_repr(source)
         )
 
 
 def find_directory(source: str | Path, *, config_only: bool = False) -> Path:
-    """Return the directory of a checkpoint; `source` as in `resolve_source`, but no preset.
+    """Return the directory of a checkpoint, or its GGUF file; `source` as in `resolve_source`, but
+    no preset.
 
     Raises `CheckpointError` if there is none.
     """
@@ -137,7 +151,10 @@ def find_directory(source: str | Path, *, config_only: bool = False) -> Path:
     try:
         directory = Path(source).expanduser()
         if directory.is_dir():
-            return directory
+            stored = any((directory / name).exists() for name in (SINGLE_FILE, INDEX_FILE))
+            return directory if stored else find_gguf(directory) or directory
+        if is_gguf(directory):
+            return find_gguf(directory) or directory
         exists = directory.exists() or directory.is_symlink()
     except (OSError, RuntimeError) as error:  # no permission, or no home directory
         raise CheckpointError(
@@ -145,16 +162,55 @@ def find_directory(source: str | Path, *, config_only: bool = False) -> Path:
         ) from error
     if exists:
         raise no_checkpoint(directory)
-    if isinstance(source, Path) or not _HUB_ID.fullmatch(source):
+    named = None if isinstance(source, Path) else _HUB_ID.fullmatch(source)
+    if named is None:
         raise CheckpointError(
             f"no checkpoint at {bounded_text(directory, 500)}: it must be a directory with "
-            f"config.json and {SINGLE_FILE} or {INDEX_FILE}"
+            f"config.json and {SINGLE_FILE} or {INDEX_FILE}, or a GGUF file"
         )
-    return _hub_snapshot(source, config_only=config_only)
+    repository, quantisation = named.groups()
+    if quantisation is not None:
+        return _hub_gguf(repository, quantisation)
+    patterns = ["*.json", "*.jinja", "*.safetensors"]
+    if config_only:
+        patterns = ["config.json", "generation_config.json"]
+
+    def is_complete(cached: Path) -> bool:
+        if not config_only and (cached / "config.json").is_file():
+            CheckpointReader(cached).close()
+        return (cached / "config.json").is_file()
+
+    return _hub_snapshot(repository, patterns, is_complete)
 
 
-def _hub_snapshot(repository: str, *, config_only: bool) -> Path:
-    """Return the directory of a hub repository, from the local cache or downloaded."""
+def _hub_gguf(repository: str, quantisation: str) -> Path:
+    """Return the GGUF file of a hub repository with this quantisation in its name."""
+    spellings = dict.fromkeys((quantisation, quantisation.upper(), quantisation.lower()))
+    snapshot = _hub_snapshot(
+        repository,
+        [f"*{spelling}*{SUFFIX}" for spelling in spellings],
+        lambda cached: find_gguf(cached, quantisation) is not None,
+    )
+    file = find_gguf(snapshot, quantisation)
+    if file is None:
+        raise CheckpointError(
+            f"{bounded_repr(repository)} has no GGUF file of a model in"
+            f" {bounded_repr(quantisation, 60)}: choose one that the repository lists"
+        )
+    return file
+
+
+def _hub_snapshot(
+    repository: str, patterns: list[str], is_complete: Callable[[Path], bool]
+) -> Path:
+    """Return the directory of a hub repository, from the local cache or downloaded.
+
+    Args:
+        repository: its id.
+        patterns: of the names of files that are downloaded.
+        is_complete: whether a cached directory has all that is needed; may raise
+            `CheckpointError`.
+    """
     try:
         from huggingface_hub import snapshot_download
     except ImportError as error:
@@ -162,14 +218,9 @@ def _hub_snapshot(repository: str, *, config_only: bool) -> Path:
             f"{bounded_repr(repository)} is not a local directory, and the Hugging Face hub needs "
             'the package huggingface_hub: pip install "stepgraph[hub]"'
         ) from error
-    patterns = ["*.json", "*.jinja", "*.safetensors"]
-    if config_only:
-        patterns = ["config.json", "generation_config.json"]
     try:
         cached = Path(snapshot_download(repository, allow_patterns=patterns, local_files_only=True))
-        if (cached / "config.json").is_file():
-            if not config_only:
-                CheckpointReader(cached).close()
+        if is_complete(cached):
             return cached
     except (OSError, ValueError, CheckpointError):
         pass  # not in the cache, or incomplete: download
@@ -387,21 +438,36 @@ class OpenedSource:
         return iter_weights(self.reader, self.config, dtype, codes, progress=progress)
 
 
+def source_tokenizer(found: Source) -> TextTokenizer | None:
+    """Return the tokenizer of a model; None if its checkpoint has none.
+
+    Raises `CheckpointError` as `load_tokenizer` and `gguf_tokenizer`.
+    """
+    if found.directory is None:
+        return None
+    load = gguf_tokenizer if is_gguf(found.directory) else load_tokenizer
+    return load(found.directory, eos_token_ids=found.config.eos_token_ids)
+
+
 def open_source(found: Source, open_files: ExitStack) -> OpenedSource:
     """Open the files of a model, which `open_files` closes, and check their headers.
 
     Raises `CheckpointError` if a file is damaged, or contradicts the config.
     """
-    reader = tokenizer = None
-    defaults = NEUTRAL
+    reader: CheckpointReader | None = None
+    tokenizer, defaults = None, NEUTRAL
     if found.directory is not None:
-        reader = open_files.enter_context(CheckpointReader(found.directory))
+        if is_gguf(found.directory):
+            reader = GGUFReader(found.directory, found.native)
+        else:
+            reader = CheckpointReader(found.directory)
+        open_files.enter_context(reader)
         if isinstance(found.config, ModelConfig):
             check_tensors(reader, found.config, log_unused=True)
         else:
             plan = plan_of(found.config)
             operations = (*plan.operations, plan.norm, plan.head)
             check_dtypes(reader, [p for op in operations for p in op.parameters])
-        tokenizer = load_tokenizer(found.directory, eos_token_ids=found.config.eos_token_ids)
+        tokenizer = source_tokenizer(found)
         defaults = read_sampling_defaults(found.directory)
     return OpenedSource(found.config, tokenizer, reader, found.place, defaults)

@@ -47,6 +47,14 @@ class TokenizerConfig:
     chat_templates: Mapping[str, str]
     """Jinja sources by name; the one without a name is `default`."""
 
+    def __post_init__(self) -> None:
+        for name, source in self.chat_templates.items():
+            if len(source) > _MAX_TEMPLATE_CHARS:
+                raise CheckpointError(
+                    f"{self.path.parent}: the chat template {name[:80]!r} has {len(source)}"
+                    f" characters, more than {_MAX_TEMPLATE_CHARS}"
+                )
+
     @classmethod
     def read(cls, directory: Path) -> TokenizerConfig:
         """Read the files of a checkpoint directory, all of which may be missing.
@@ -72,12 +80,6 @@ class TokenizerConfig:
             or _named_templates(path, config.get("chat_template"))
             or _named_templates(other_path, _read_object(other_path).get("chat_template"))
         )
-        for name, source in templates.items():
-            if len(source) > _MAX_TEMPLATE_CHARS:
-                raise CheckpointError(
-                    f"{directory}: the chat template {name[:80]!r} has {len(source)} characters,"
-                    f" more than {_MAX_TEMPLATE_CHARS}"
-                )
         return cls(path, special, (added[0], added[1]), templates)
 
 
@@ -298,13 +300,20 @@ def load_tokenizer(directory: Path, *, eos_token_ids: Sequence[int] = ()) -> Tex
     if not has_file(path):
         return None
     tokenizer = read_tokenizer(path)
-    config = TokenizerConfig.read(directory)
-    _add_begin_and_end(tokenizer, config)
-    templates = ChatTemplates(config.chat_templates, config.special_tokens)
     try:
-        return TextTokenizer(tokenizer, eos_token_ids=eos_token_ids, templates=templates)
+        return text_tokenizer(tokenizer, TokenizerConfig.read(directory), eos_token_ids)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error
+
+
+def text_tokenizer(
+    tokenizer: Tokenizer, config: TokenizerConfig, eos_token_ids: Sequence[int]
+) -> TextTokenizer:
+    """Return a tokenizer with the settings of its checkpoint; raise `CheckpointError` if they
+    contradict it."""
+    _add_begin_and_end(tokenizer, config)
+    templates = ChatTemplates(config.chat_templates, config.special_tokens)
+    return TextTokenizer(tokenizer, eos_token_ids=eos_token_ids, templates=templates)
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
@@ -346,7 +355,7 @@ def _add_begin_and_end(tokenizer: Tokenizer, config: TokenizerConfig) -> None:
     for token, token_id in ids.items():
         if token_id is None:
             raise CheckpointError(
-                f"{config.path} adds {_shown(token)} to every text, which tokenizer.json lacks"
+                f"{config.path} adds {_shown(token)} to every text, which its tokenizer lacks"
             )
     tokenizer.post_processor = TemplateProcessing(
         single=[*([begin] if begin else []), "$A", *([end] if end else [])],

@@ -668,6 +668,7 @@ GPT_OSS = ExpertTraits(
             interleaved=True,
         ),
         ExpertLayout(router="mlp.router", transposed=True, interleaved=True),
+        replace(_BY_EXPERT, router="mlp.router"),  # of GGUF files
     ),
     router_bias=True,
     biases=True,
@@ -696,6 +697,14 @@ LLAMA4 = ExpertTraits(
             gate_up=("feed_forward.experts.gate_up_proj",),
             down="feed_forward.experts.down_proj",
             transposed=True,
+        ),
+        ExpertLayout(  # of GGUF files
+            router="feed_forward.router",
+            gate_up=(
+                "feed_forward.experts.{}.gate_proj.weight",
+                "feed_forward.experts.{}.up_proj.weight",
+            ),
+            down="feed_forward.experts.{}.down_proj.weight",
         ),
     ),
     shared="feed_forward.shared_expert",

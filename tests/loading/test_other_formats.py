@@ -21,10 +21,9 @@ from ..rigs.tiny_models import TinyModel
 
 PEFT = {"peft_type": "LORA", "base_model_name_or_path": "meta-llama/Llama-3.2-1B"}
 MODEL_OPT = {"quantization": {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8"}}
-GGUF, TENSORS = b"GGUF" + b"\0" * 64, b"safetensors"
+TENSORS = b"safetensors"
 Files = dict[str, Any]
 FILES: dict[str, tuple[str, Files]] = {
-    "gguf": ("gguf", {"Model-Q4_K_M.gguf": GGUF, "README.md": b""}),
     "peft": ("peft", {"adapter_config.json": PEFT, "adapter_model.safetensors": TENSORS}),
     "mistral": ("mistral", {"params.json": {}, "consolidated.safetensors": TENSORS}),
     "meta": ("meta", {"params.json": {}, "consolidated.00.pth": b""}),
@@ -93,7 +92,6 @@ def test_formats_with_a_config(base: TinyModel, tmp_path: Path, name: str, model
 @pytest.mark.parametrize(
     ("name", "content", "expected"),
     [
-        ("model.gguf", GGUF, "gguf"),
         ("pytorch_model.bin", b"PK", "pickle"),
         ("model.safetensors", TENSORS, "file"),
         ("notes.txt", b"hello", "file"),

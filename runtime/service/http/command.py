@@ -129,7 +129,7 @@ def make_parser() -> CommandParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    model = "checkpoint directory, hub id, preset:NAME (random weights) or demo"
+    model = "checkpoint directory, GGUF file, hub id, preset:NAME (random weights) or demo"
     parser.add_argument("model", type=_non_empty, help=model)
     http = parser.add_argument_group("HTTP")
     text = partial(http.add_argument, type=_non_empty)

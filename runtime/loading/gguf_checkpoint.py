@@ -1,0 +1,566 @@
+"""Reads GGUF files as checkpoints of transformers: as a `config.json`, and tensors by its names.
+
+Conversion to GGUF renames tensors, stacks experts and changes a few tensors. Here it is undone, so
+that families, layouts and shards apply to GGUF files as they are. The package gguf has the names of
+tensors in each architecture.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..bounded_repr import bounded_repr
+from ..errors import CheckpointError, ConfigError
+from ..kernels.ops.parameter import HeadRows
+from ..kernels.weights import GroupedWeight
+from ..kernels.weights.gguf import GGUFType
+from ..models.config import ModelConfig
+from ..models.families import FAMILIES
+from ..models.plan import Source, fused_layout
+from ..models.rope import Rope, RopeScaling, inverse_frequencies
+from .checkpoint import CheckpointReader, TensorHeader
+from .gguf_file import GGUFFile, GGUFTensor, gguf_package, open_gguf
+
+# Metadata as a `config.json`.
+
+_MODEL_TYPES = {
+    **dict.fromkeys(("llama", "qwen2", "qwen3", "gemma2", "phi3", "granite", "olmo2"), ""),
+    **dict.fromkeys(("glm4", "smollm3", "cohere2", "lfm2"), ""),
+    **{"qwen3moe": "qwen3_moe", "gemma3": "gemma3_text", "chatglm": "glm"},
+    **{"deepseek2": "deepseek_v2", "gpt-oss": "gpt_oss", "llama4": "llama4_text"},
+}
+"""The `model_type` of each architecture; empty: the same."""
+_FIELDS = {
+    "block_count": "num_layers",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_heads",
+    "attention.head_count_kv": "num_kv_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.layer_norm_epsilon": "rms_norm_eps",
+    "attention.sliding_window": "sliding_window",
+    "attention.scale": "attention_multiplier",
+    "attention.q_lora_rank": "q_lora_rank",
+    "attention.kv_lora_rank": "kv_lora_rank",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+    "rope.freq_base": "rope_theta",
+    "rope.freq_base_swa": "rope_local_base_freq",
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_count": "n_shared_experts",
+    "expert_group_count": "n_group",
+    "expert_group_used_count": "topk_group",
+    "expert_weights_scale": "routed_scaling_factor",
+    "expert_weights_norm": "norm_topk_prob",
+    "leading_dense_block_count": "first_k_dense_replace",
+    "interleave_moe_layer_step": "interleave_moe_layer_step",
+    "shortconv.l_cache": "conv_L_cache",
+}
+"""Key of the metadata, after the architecture -> field of `ModelConfig` or `ExpertsConfig`, or key
+of `config.json`."""
+_END_OF_TURN = (
+    *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>"),
+    *("<|endoftext|>", "<|eom_id|>", "<|end_of_text|>", "<|user|>"),
+    "<\uff5cend▁of▁sentence\uff5c>",
+)
+"""Control tokens that end an output, whether or not the metadata says so."""
+_CONTROL = 3
+_SIGMOID = 2
+_LLAMA3_CONTEXT = 8192
+"""`original_max_position_embeddings` of all published models with a `llama3` rope. Files have only
+the factors that follow from it."""
+
+
+class _Metadata:
+    """The metadata of a model without the name of its architecture in keys."""
+
+    def __init__(self, file: GGUFFile) -> None:
+        self.file = file
+        self.architecture = file.require("general.architecture", str)
+        if self.architecture not in _MODEL_TYPES:
+            raise CheckpointError(
+                f"the GGUF architecture {bounded_repr(self.architecture, 60)} is not supported;"
+                f" supported: {', '.join(_MODEL_TYPES)}"
+            )
+
+    def number(self, key: str, default: float | None = None) -> Any:
+        """Return a number; None if there is none, nor a default."""
+        value = self.file.plain(f"{self.architecture}.{key}")
+        if value is None:
+            return default
+        if type(value) not in (int, float):
+            raise CheckpointError(
+                f"{self.architecture}.{key} must be a number, not {bounded_repr(value, 80)}"
+            )
+        return value
+
+    @property
+    def model_type(self) -> str:
+        match self.architecture:
+            case "llama" if self.number("expert_count"):
+                return "mixtral"
+            case "olmo2" if self.number("attention.sliding_window"):
+                return "olmo3"
+            case "deepseek2" if self.number("expert_gating_func") == _SIGMOID:
+                return "deepseek_v3"
+        return _MODEL_TYPES[self.architecture] or self.architecture
+
+
+def gguf_config(path: Path) -> ModelConfig:
+    """Return the config of a GGUF file.
+
+    Raises:
+        CheckpointError: the file is damaged, or its model is not supported.
+    """
+    file = open_gguf(path)
+    try:
+        return ModelConfig.from_hf(_config_json(_Metadata(file)))
+    except (CheckpointError, ConfigError) as error:
+        raise CheckpointError(f"{path}: {error}") from error
+
+
+def _config_json(metadata: _Metadata) -> dict[str, Any]:
+    """Return what the `config.json` of the model says."""
+    file, family = metadata.file, FAMILIES[metadata.model_type]
+    config: dict[str, Any] = {"model_type": metadata.model_type, "rope_theta": 10000.0}
+    for key, field in _FIELDS.items():
+        value = file.plain(f"{metadata.architecture}.{key}")
+        if value is not None:
+            config[family.key(field)] = value
+    layers = metadata.number("block_count", 0) - metadata.number("nextn_predict_layers", 0)
+    held = {layer[1] for layer in map(_LAYER.fullmatch, file.tensors) if layer is not None}
+    if layers > len(held):  # before anything is made for each layer
+        raise CheckpointError(
+            f"block_count = {layers}, but there are tensors of {len(held)} layers"
+        )
+    config["num_hidden_layers"] = layers
+    embedding = file.tensors.get("token_embd.weight")
+    config["vocab_size"] = 0 if embedding is None else embedding.shape[0]
+    config["tie_word_embeddings"] = "output.weight" not in file.tensors
+    config["attention_bias"] = any(
+        f"blk.0.attn_{part}.bias" in file.tensors for part in ("q", "qkv", "q_a", "kv_a_mqa")
+    )
+    config["mlp_bias"] = "blk.0.ffn_up.bias" in file.tensors
+    config["torch_dtype"] = _dtype(file)
+    config["bos_token_id"] = file.get("tokenizer.ggml.bos_token_id", int)
+    config["eos_token_id"] = _end_tokens(file)
+    heads = max(1, metadata.number("attention.head_count", 1))
+    head_dim = metadata.number(
+        "attention.key_length", metadata.number("embedding_length", 0) // heads
+    )
+    if family.reads("partial_rotary_factor") and head_dim:
+        rotated = metadata.number("rope.dimension_count", head_dim)
+        config["partial_rotary_factor"] = rotated / head_dim
+    if not config.get("sliding_window"):
+        config["sliding_window"] = None
+    pattern = file.plain(f"{metadata.architecture}.attention.sliding_window_pattern")
+    if isinstance(pattern, list):
+        kinds = ("full_attention", "sliding_attention")
+        config["layer_types"] = [kinds[bool(slides)] for slides in pattern]
+    config["rope_scaling"] = _rope(metadata)
+    if (more := _MORE.get(metadata.architecture)) is not None:
+        config |= more(config, metadata)
+    return config
+
+
+def _dtype(file: GGUFFile) -> str:
+    """Return the dtype of the model: of its matrices, or bfloat16 if they are quantised."""
+    types = {tensor.type for tensor in file.tensors.values() if len(tensor.shape) > 1}
+    stored = types.pop() if len(types) == 1 else None
+    return str(stored if isinstance(stored, torch.dtype) else torch.bfloat16)
+
+
+def _end_tokens(file: GGUFFile) -> list[int]:
+    """Return the tokens that end an output: of the metadata, and control tokens of known names."""
+    keys = (f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
+    ends = [token for key in keys if (token := file.get(key, int)) is not None]
+    kinds = file.get("tokenizer.ggml.token_type", np.ndarray)
+    if kinds is not None:
+        tokens = file.require("tokenizer.ggml.tokens", list)
+        control = {tokens[i]: int(i) for i in np.flatnonzero(kinds[: len(tokens)] == _CONTROL)}
+        named = [name for name in _END_OF_TURN if name in control]
+        if "<|return|>" in named:  # gpt-oss: <|end|> ends a message, of which an output has several
+            named = [name for name in named if name != "<|end|>"]
+        ends += [control[name] for name in named]
+    return list(dict.fromkeys(ends))
+
+
+def _rope(metadata: _Metadata) -> dict[str, Any] | None:
+    """Return the scaling of frequencies."""
+    tensors = metadata.file.tensors
+    lists = {
+        name: tensors[tensor].data.view(torch.float32).tolist()
+        for name, tensor in (
+            ("short_factor", "rope_factors_short.weight"),
+            ("long_factor", "rope_factors_long.weight"),
+            ("factor", "rope_freqs.weight"),
+        )
+        if tensor in tensors and tensors[tensor].type == torch.float32
+    }
+    if "long_factor" in lists:
+        return {"rope_type": "longrope", **lists}
+    if factors := lists.get("factor"):
+        return _llama3(factors, metadata.number("rope.freq_base", 10000.0))
+    kind = metadata.file.get(f"{metadata.architecture}.rope.scaling.type", str, "none")
+    if kind not in ("linear", "yarn"):
+        return None
+    keys = {
+        "factor": "factor",
+        "original_max_position_embeddings": "original_context_length",
+        "beta_fast": "yarn_beta_fast",
+        "beta_slow": "yarn_beta_slow",
+        "attention_factor": "yarn_attn_factor",
+    }
+    found = {ours: metadata.number(f"rope.scaling.{theirs}") for ours, theirs in keys.items()}
+    return {"rope_type": kind, **{key: value for key, value in found.items() if value is not None}}
+
+
+def _llama3(factors: list[float], theta: float) -> dict[str, Any]:
+    """Return the scaling with these divisors of frequencies.
+
+    Those of a `llama3` rope are recognised: any others are a `longrope`, whose frequencies kernels
+    look up for each sequence.
+    """
+    factor, dim = max(factors), 2 * len(factors)
+    scaling = RopeScaling(
+        type="llama3", factor=factor, original_max_position_embeddings=_LLAMA3_CONTEXT
+    )
+    expected = inverse_frequencies(Rope(theta), dim) / torch.tensor(factors)
+    if torch.allclose(inverse_frequencies(Rope(theta, scaling), dim), expected, 1e-4, 0.0):
+        return {
+            "rope_type": "llama3",
+            "original_max_position_embeddings": _LLAMA3_CONTEXT,
+            "factor": factor,
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+        }
+    lists = dict.fromkeys(("short_factor", "long_factor"), factors)
+    return {"rope_type": "longrope", "attention_factor": 1.0, **lists}
+
+
+# What metadata leaves to the code of llama.cpp, or has under other keys, by architecture.
+
+
+def _gemma(config: Mapping[str, Any], metadata: _Metadata) -> dict[str, Any]:
+    """The largest models scale scores by the width of a head without `head_dim`."""
+    largest = {"gemma2": 46, "gemma3": 62}[metadata.architecture]
+    scalar = config.get("head_dim")
+    if config["num_hidden_layers"] == largest:
+        scalar = metadata.number("embedding_length", 0) / metadata.number("attention.head_count", 1)
+    return {"query_pre_attn_scalar": scalar}
+
+
+def _deepseek(config: Mapping[str, Any], metadata: _Metadata) -> dict[str, Any]:
+    """Newer files have the head sizes of multi-head attention under keys of their own."""
+    rotated = metadata.number("rope.dimension_count", 0)
+    key, value = (
+        metadata.number(
+            f"attention.{part}_length_mla", metadata.number(f"attention.{part}_length", 0)
+        )
+        for part in ("key", "value")
+    )
+    rope = config["rope_scaling"]
+    if rope is not None and (log_scale := metadata.number("rope.scaling.yarn_log_multiplier")):
+        rope = {**rope, **dict.fromkeys(("mscale", "mscale_all_dim"), round(10 * log_scale, 6))}
+    return {
+        "num_key_value_heads": config.get("num_attention_heads"),
+        "qk_rope_head_dim": rotated,
+        "qk_nope_head_dim": key - rotated,
+        "v_head_dim": value,
+        "q_lora_rank": config.get("q_lora_rank"),
+        "rope_scaling": rope,
+        "topk_method": "group_limited_greedy" if config.get("n_group", 1) > 1 else "greedy",
+        "norm_topk_prob": config.get("norm_topk_prob", False),
+        "routed_scaling_factor": config.get("routed_scaling_factor", 1.0),
+    }
+
+
+def _lfm2(config: Mapping[str, Any], metadata: _Metadata) -> dict[str, Any]:
+    """Layers without heads of keys are convolutions."""
+    heads = config.get("num_key_value_heads")
+    if not isinstance(heads, list) or not heads:
+        raise CheckpointError(
+            f"lfm2.attention.head_count_kv must be a list, not {bounded_repr(heads, 80)}"
+        )
+    return {
+        "num_key_value_heads": max(heads),
+        "layer_types": ["full_attention" if count else "conv" for count in heads],
+        "conv_bias": "blk.0.shortconv.conv.bias" in metadata.file.tensors,
+        "block_auto_adjust_ff_dim": False,
+    }
+
+
+def _gpt_oss(config: Mapping[str, Any], metadata: _Metadata) -> dict[str, Any]:
+    """Without scaling, transformers would scale as in the published models."""
+    rope = config["rope_scaling"] or {"rope_type": "default"}
+    return {"rope_parameters": {**rope, "truncate": False}, "rope_scaling": None}
+
+
+def _llama4(config: Mapping[str, Any], metadata: _Metadata) -> dict[str, Any]:
+    """Of the two published models, Maverick has 128 experts and no norms of queries and keys."""
+    return {"use_qk_norm": metadata.number("expert_count") != 128}
+
+
+def _olmo3(config: Mapping[str, Any], metadata: _Metadata) -> dict[str, Any]:
+    """Frequencies of sliding layers are not scaled."""
+    if metadata.model_type != "olmo3":
+        return {}
+    theta = config["rope_theta"]
+    full = {"rope_type": "default", "rope_theta": theta, **(config["rope_scaling"] or {})}
+    theta = config.get("rope_local_base_freq", theta)
+    sliding = {"rope_type": "default", "rope_theta": theta}
+    return {
+        "rope_parameters": {"full_attention": full, "sliding_attention": sliding},
+        "rope_scaling": None,
+    }
+
+
+def _phi3(config: Mapping[str, Any], metadata: _Metadata) -> dict[str, Any]:
+    first = metadata.number("rope.scaling.original_context_length")
+    return {} if first is None else {"original_max_position_embeddings": first}
+
+
+_MORE: dict[str, Callable[[Mapping[str, Any], _Metadata], dict[str, Any]]] = {
+    **{"gemma2": _gemma, "gemma3": _gemma, "deepseek2": _deepseek, "lfm2": _lfm2},
+    **{"gpt-oss": _gpt_oss, "llama4": _llama4, "phi3": _phi3, "olmo2": _olmo3},
+    "qwen3moe": lambda config, metadata: {"norm_topk_prob": True},
+    "cohere2": lambda config, metadata: {"logit_scale": config.get("logits_scaling")},
+}
+
+# Tensors by the names of transformers.
+
+_REORDERED = frozenset({"llama", "granite", "smollm3"})
+"""Architectures whose rows of queries and keys are reordered, so that neighbours are rotated."""
+_QUERIES_KEYS = re.compile(r".*self_attn\.[qk]_proj\.(weight|bias)")
+_OF_EXPERT = re.compile(r"(.*\.experts)\.(\d{1,9})(\..*)")
+_LAYER = re.compile(r"blk\.(\d{1,9})\.(.*)")
+_READ_AS_CONFIG = frozenset(
+    {"rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"}
+)
+
+
+def _without_offset(weight: Tensor) -> Tensor:
+    """Norms that multiply by one plus their weight are stored as the sum."""
+    return weight - 1.0
+
+
+def _alternating(gate: Tensor, up: Tensor) -> Tensor:
+    """The biases of gpt-oss alternate: `[experts, 2F]`."""
+    return torch.stack((gate, up), dim=-1).flatten(1)
+
+
+def _by_head(keys: Tensor, values: Tensor) -> Tensor:
+    """The projection of latents to keys, `[heads, rank, keys]`, and to values of each head."""
+    return torch.cat((keys.transpose(1, 2), values), dim=1).flatten(0, 1)
+
+
+def _with_channel(kernel: Tensor) -> Tensor:
+    """Kernels of convolutions are `[features, 1, taps]`."""
+    return kernel.unsqueeze(1)
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A tensor of transformers as the file stores it."""
+
+    tensors: tuple[GGUFTensor, ...]
+    shape: tuple[int, ...]
+    """In transformers."""
+    expert: int | None = None
+    """Its index in a stack of experts."""
+    rows: HeadRows | None = None
+    """The order in which rows are read."""
+    compute: Callable[..., Tensor] | None = None
+    """Computes it from the decoded tensors; None: it is the only one."""
+
+    @property
+    def type(self) -> GGUFType | torch.dtype:
+        """Of the first tensor."""
+        return self.tensors[0].type
+
+    @property
+    def scale(self) -> float:
+        """Factor of a quantised tensor."""
+        scales = self.tensors[0].scales
+        return 1.0 if scales is None else float(scales[(self.expert or 0) % len(scales)])
+
+    def data(self, *, meta: bool = False) -> Tensor:
+        """Return the numbers of a plain tensor, the blocks of another one; a view if possible.
+
+        With `meta`, a tensor on this device without numbers.
+        """
+        data = self.tensors[0].data
+        if meta:
+            data = torch.empty_like(data, device="meta")
+        if isinstance(self.type, torch.dtype):
+            data = data.view(self.type).view(self.tensors[0].shape)
+        if self.expert is not None:
+            data = data[self.expert]
+        return data if self.rows is None else self.rows.read(data)
+
+    def numbers(self) -> Tensor:
+        """Return the whole tensor. Raises `ValueError` if it cannot be decoded."""
+        if self.compute is not None:
+            parts = (_Stored((tensor,), tensor.shape).numbers() for tensor in self.tensors)
+            return self.compute(*(part.float() for part in parts))
+        if isinstance(self.type, GGUFType):
+            return self.type.weight(self.data(), self.scale).decode()
+        return self.data()
+
+
+class GGUFReader(CheckpointReader):
+    """The tensors of a GGUF file, by the names that they have in transformers.
+
+    Raises `CheckpointError`, which names the file, for a damaged one.
+    """
+
+    described_by = "metadata"
+
+    def __init__(self, path: Path, config: ModelConfig) -> None:
+        """Open a file, or the first part of a split one, of a model with this config."""
+        self.directory = path
+        self._config = config.whole
+        file = open_gguf(path)
+        self._tensors = file.tensors
+        self._architecture = _Metadata(file).architecture
+        package = gguf_package()
+        numbers = {name: number for number, name in package.MODEL_ARCH_NAMES.items()}
+        self._names = package.get_tensor_name_map(numbers[self._architecture], config.num_layers)
+        self._stored: dict[str, _Stored] = {}
+        for parameter in fused_layout(self._config).values():
+            layouts = (parameter.sources, *parameter.alternatives)
+            names = {source.name for sources in layouts for source in sources}
+            found = {n: stored for n in names if n is not None and (stored := self._find(n))}
+            shapes = {name: stored.shape for name, stored in found.items()}
+            chosen = parameter.stored_in(shapes).source_names
+            self._stored |= {name: found[name] for name in chosen if name in found}
+        self._headers = {
+            name: TensorHeader(stored.tensors[0].type_name, stored.shape, stored.tensors[0].file)
+            for name, stored in self._stored.items()
+        }
+        used = {tensor.name for stored in self._stored.values() for tensor in stored.tensors}
+        self._add_others(self._tensors.keys() - used - _READ_AS_CONFIG)
+
+    def close(self) -> None:
+        """Unmap the files. May be called again."""
+        self._stored = {}
+        self._tensors = {}
+
+    def formats(self) -> Counter[str]:
+        """Return the number of weights that are stored as codes, by type."""
+        types = (stored.type for stored in self._stored.values())
+        return Counter(found.name for found in types if isinstance(found, GGUFType))
+
+    def stored(self, source: Source, *, meta: bool = False) -> Tensor | GroupedWeight:
+        """Return the rows of a source as the file stores them; see `CheckpointReader.stored`."""
+        assert source.name is not None, "zeros have no tensor"
+        stored = self._stored[source.name]
+        if stored.compute is not None or not isinstance(stored.type, GGUFType):
+            if meta:
+                return torch.empty(source.part_shape, device="meta")
+            return source.read(self.tensor(source.name))
+        try:
+            data = stored.data(meta=meta)
+            return stored.type.read(data, source.selection, stored.scale)
+        except ValueError as error:
+            raise _unreadable(stored, error) from error
+
+    def tensor(self, name: str) -> Tensor:
+        """Return a tensor; it may share the mapped file's memory, so copy it to keep it."""
+        stored = self._stored[name]
+        try:
+            return stored.numbers()
+        except ValueError as error:
+            raise _unreadable(stored, error) from error
+
+    def _add_others(self, names: Iterable[str]) -> None:
+        """Add headers of tensors that the model has no parameters for, in their layers.
+
+        Layers after the model's predict further tokens, and are left out.
+        """
+        for tensor in map(self._tensors.__getitem__, names):
+            name = tensor.name
+            if (layer := _LAYER.fullmatch(name)) is not None:
+                if int(layer[1]) >= self._config.num_layers:
+                    continue
+                name = f"model.layers.{layer[1]}.{layer[2]}"
+            self._headers[name] = TensorHeader(tensor.type_name, tensor.shape, tensor.file)
+
+    def _find(self, name: str) -> _Stored | None:
+        """Return how the file stores a tensor; None if it does not."""
+        expert, own = None, re.sub("_bias$", ".bias", name)
+        if (match := _OF_EXPERT.fullmatch(own)) is not None:
+            expert, own = int(match[2]), match[1] + match[3]
+        elif own.endswith("experts.gate_up_proj.bias"):
+            return self._computed(_alternating, own, "gate_up", ("gate", "up"))
+        elif ".experts." in own and not own.endswith(".bias"):
+            return None  # a stack, of which each expert is found by itself
+        tensor = self._named(own)
+        if tensor is None and own.endswith("kv_b_proj.weight"):
+            return self._computed(_by_head, own, "kv_b", ("k_b", "v_b"))
+        if tensor is None:
+            return None
+        if expert is not None:
+            return self._expert(tensor, expert)
+        if self._config.family.offset_norms and own.endswith("norm.weight"):
+            return self._computed(_without_offset, own)
+        if own.endswith("conv.conv.weight"):
+            return self._computed(_with_channel, own)
+        rows = None
+        if self._architecture in _REORDERED and _QUERIES_KEYS.fullmatch(own):
+            dim = self._config.head_dim
+            rows = HeadRows(0, tensor.shape[0] // dim, dim, dim, interleaved=True)
+        return _Stored((tensor,), tensor.shape, rows=rows)
+
+    def _named(self, name: str) -> GGUFTensor | None:
+        """Return the tensor of the file for a name of transformers."""
+        found = self._names.get_name(name, (".weight", ".bias"))
+        if found is not None and not found.endswith((".weight", ".bias")):
+            found += ".weight"  # transformers has parameters without this suffix, such as sinks
+        return self._tensors.get(found)
+
+    def _expert(self, tensor: GGUFTensor, expert: int) -> _Stored:
+        moe = self._config.experts
+        assert moe is not None, "only mixtures name experts"
+        if len(tensor.shape) != 3 or tensor.shape[0] != moe.num_experts:
+            raise CheckpointError(
+                f"{tensor.file}: {tensor.name} is {bounded_repr(list(tensor.shape), 80)}, which"
+                f" must be a stack of expert_count = {moe.num_experts} matrices"
+            )
+        return _Stored((tensor,), tensor.shape[1:], expert)
+
+    def _computed(
+        self, compute: Callable[..., Tensor], name: str, part: str = "", by: Sequence[str] = ("",)
+    ) -> _Stored | None:
+        """Return a tensor computed from those whose names have each of `by` in place of `part`."""
+        tensors = [self._named(name.replace(part, other)) for other in by]
+        found = tuple(tensor for tensor in tensors if tensor is not None)
+        if len(found) != len(tensors):
+            return None
+        try:
+            shape = compute(*(torch.empty(tensor.shape, device="meta") for tensor in found)).shape
+        except (RuntimeError, IndexError) as error:
+            shapes = ", ".join(f"{t.name} {bounded_repr(list(t.shape), 80)}" for t in found)
+            raise CheckpointError(f"{found[0].file}: the shapes of {shapes} do not fit") from error
+        return _Stored(found, tuple(shape), compute=compute)
+
+
+def _unreadable(stored: _Stored, error: ValueError) -> CheckpointError:
+    tensor = stored.tensors[0]
+    return CheckpointError(f"{tensor.file}: {tensor.name} cannot be read: {error}")
