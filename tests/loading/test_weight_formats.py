@@ -302,7 +302,9 @@ def save_as(
     rng = np.random.default_rng(7)
 
     def change(name: str, tensor: Tensor) -> Stored | None:
-        if not name.endswith("proj.weight") or tensor.shape[0] % 8 or tensor.shape[1] % group:
+        # MLX quantises embeddings too, with which a tied head multiplies.
+        ends = "proj.weight" if not layout.startswith("mlx") else ("proj.weight", "tokens.weight")
+        if not name.endswith(ends) or tensor.shape[1] % group:
             return None
         stored, weight = write(rng, *tensor.shape, group)
         prefix = name.removesuffix(".weight")

@@ -248,7 +248,8 @@ class Projection(nn.Module):
         if self.kernels.pack is None:
             rows = F.embedding(index_T, self.weight)
         else:
-            rows = packed_embedding(index_T, self.weight, self.in_features)
+            dtype = self.dtype if self.weight.dtype == torch.uint8 else None
+            rows = packed_embedding(index_T, self.weight, self.in_features, dtype)
         if self.scales is None:
             return rows
         return dequantise(rows, self.scales[index_T]).to(self.dtype)
