@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import pytest
 import torch
+from gguf import GGMLQuantizationType
+from stepgraph.runtime.kernels.weights.gguf import GGUF_TYPES
+from stepgraph.runtime.loading.gguf_checkpoint import GGUFReader, gguf_config
+from stepgraph.runtime.loading.loader import CheckpointReader, iter_weights, read_config
+from stepgraph.runtime.models.config import ModelConfig
 
 from ..rigs.engine_rig import opened
 from ..rigs.expert_models import YARN
-from ..rigs.gguf_files import write_gguf
+from ..rigs.gguf_files import Array, random_blocks, write_gguf
 from ..rigs.tiny_models import BASE, VARIANTS, TinyModel, random_model
 
 UNWINDOWED = {"use_sliding_window": False, "layer_types": None, "sliding_window": None}
@@ -63,3 +73,105 @@ def test_family_has_the_logits_of_its_checkpoint(tmp_path: Path, variant: str) -
     model = saved(tmp_path / "checkpoint", variant, **CASES[variant])
     write_gguf(model, tmp_path / "model.gguf")
     check_logits(tmp_path / "model.gguf", model)
+
+
+TYPES = list(GGUF_TYPES.values())
+WIDE = {
+    **{"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2},
+}
+QUANTISED: dict[str, tuple[str, dict[str, Any], Sequence[str]]] = {
+    "every type": ("one_kv_head", WIDE | {"head_dim": 64}, [found.name for found in TYPES]),
+    "experts": ("qwen3_moe", WIDE | {"moe_intermediate_size": 256}, ["Q4_K", "NVFP4", "Q6_K"]),
+    "gpt-oss": ("gpt_oss_mxfp4", {}, ["MXFP4"]),
+    "latent": (
+        "deepseek_v3_moe",
+        WIDE | {"num_key_value_heads": 4},
+        ["Q5_1", "Q3_K", "F16", "BF16"],
+    ),
+    "fused": ("phi3", WIDE | {"head_dim": 16}, ["IQ4_XS", "Q2_K"]),
+    "norms": ("gemma3", WIDE | {"num_hidden_layers": 6}, ["Q5_K", "Q8_0"]),
+}
+"""Variant and sizes of a model, and the types that its matrices have in turn."""
+
+
+class Encoded:
+    """Encodes matrices with random codes; scales keep the size of the numbers."""
+
+    def __init__(self, types: Sequence[str]) -> None:
+        self.types = itertools.cycle(types)
+        self.numbers: dict[str, Array] = {}
+
+    def __call__(self, name: str, weight: Array) -> tuple[Array, GGMLQuantizationType]:
+        kind = GGMLQuantizationType[next(self.types)]
+        data, found = gguf.quantize(weight, GGMLQuantizationType.F32), GGUF_TYPES.get(kind)
+        if found is None:
+            data = gguf.quantize(weight, kind)
+        elif weight.shape[-1] % found.elements == 0 and "norm" not in name:
+            rows, blocks = weight.shape[:-1], weight.shape[-1] // found.elements
+            unscaled = random_blocks(found, rows, blocks, len(self.numbers))
+            size = gguf.dequantize(unscaled.reshape(*rows, -1), kind).std()
+            scale = 2.0 ** np.round(np.log2(weight.std() / size))
+            data = random_blocks(found, rows, blocks, len(self.numbers), scale)
+            data = data.reshape(*rows, -1)
+        else:
+            kind = GGMLQuantizationType.F32
+        self.numbers[name] = gguf.dequantize(data, kind)
+        return data, kind
+
+    def decoded(self, name: str, weight: Array) -> tuple[Array, GGMLQuantizationType]:
+        return self.numbers[name], GGMLQuantizationType.F32
+
+
+@pytest.mark.parametrize("case", QUANTISED)
+def test_quantised_weights_are_the_dequantised_ones(tmp_path: Path, case: str) -> None:
+    variant, changes, types = QUANTISED[case]
+    model = saved(tmp_path / "checkpoint", variant, **(CASES.get(variant, {}) | changes))
+    encoded = Encoded(types)
+    write_gguf(model, tmp_path / "quantised.gguf", encoded)
+    write_gguf(model, tmp_path / "plain.gguf", encoded.decoded)
+    config = gguf_config(tmp_path / "plain.gguf")
+    with GGUFReader(tmp_path / "quantised.gguf", config) as reader:
+        assert {name.removesuffix(" (GGUF)") for name in reader.formats()} == {
+            name for name in types if name not in ("F16", "BF16")
+        }
+    (token_ids,) = model.prompts(20)
+    scores = []
+    for name in ("quantised", "plain"):
+        with opened(tmp_path / f"{name}.gguf", dtype="float32") as engine:
+            scores.append(engine.score(token_ids, 10))
+    assert scores[0].std() > 0.1
+    assert torch.equal(*scores)
+
+
+@pytest.mark.parametrize("variant", ["llama3_rope", "gpt_oss", "gemma2", "phi3"])
+def test_ranks_read_their_parts(tmp_path: Path, variant: str) -> None:
+    changes = {"num_attention_heads": 6, "num_key_value_heads": 2, "intermediate_size": 64}
+    model = saved(tmp_path / "checkpoint", variant, **(CASES[variant] | changes))
+    write_gguf(model, tmp_path / "model.gguf")
+    config = read_config(model.directory)
+    assert isinstance(config, ModelConfig)
+    for rank in range(2):
+        part = replace(config, shard=(rank, 2))
+        with (
+            CheckpointReader(model.directory) as theirs,
+            GGUFReader(tmp_path / "model.gguf", part) as ours,
+        ):
+            expected = dict(iter_weights(theirs, part, torch.float32))
+            found = dict(iter_weights(ours, part, torch.float32))
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+
+
+def test_scale_of_a_tensor(tmp_path: Path) -> None:
+    """NVFP4 has a second scale, as a tensor of its own."""
+    model = saved(tmp_path / "checkpoint", "base", **WIDE)
+    encoded = Encoded(["NVFP4"])
+    name = "blk.0.ffn_up"
+    extra = {f"{name}.scale": np.array([0.25], np.float32), f"{name}.input_scale": np.ones(1)}
+    write_gguf(model, tmp_path / "model.gguf", encoded, extra=extra)
+    config = gguf_config(tmp_path / "model.gguf")
+    theirs = "model.layers.0.mlp.up_proj.weight"
+    with GGUFReader(tmp_path / "model.gguf", config) as reader:
+        found = reader.tensor(theirs)
+        assert f"{name}.scale" not in " ".join(reader.headers())
+    assert torch.equal(found, 0.25 * torch.from_numpy(encoded.numbers[theirs]))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import gguf
@@ -91,18 +92,20 @@ def plain(name: str, weight: Array) -> tuple[Array, GGMLQuantizationType]:
 
 
 def write_gguf(
-    model: TinyModel, path: Path, encode: Encode = plain, **changes: Any
-) -> dict[str, Array]:
+    model: TinyModel,
+    path: Path,
+    encode: Encode = plain,
+    extra: Mapping[str, Array] = MappingProxyType({}),
+    **changes: Any,
+) -> None:
     """Write a tiny model as llama.cpp converts it.
 
     Args:
         model: in float32.
         path: of the file.
         encode: of its matrices.
+        extra: more tensors.
         **changes: metadata, with `.` as `__`, after the architecture; None: left out.
-
-    Returns:
-        The tensors of the file in float32, by name.
     """
     config = model.reference.config
     architecture = ARCHITECTURES.get(config.model_type, config.model_type)
@@ -115,18 +118,17 @@ def write_gguf(
         next(n for n, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture),
         config.num_hidden_layers,
     )
-    written: dict[str, Array] = {}
     for name, tensor in _converted(model, architecture):
         found = names.get_name(name, (".weight", ".bias")) or name
         found += "" if found.endswith((".weight", ".bias")) else ".weight"
         data, kind = (tensor, None) if tensor.ndim == 1 else encode(name, tensor)
-        written[found] = gguf.dequantize(data, kind) if kind is not None else data
         writer.add_tensor(found, np.ascontiguousarray(data), raw_dtype=kind)
+    for name, data in extra.items():
+        writer.add_tensor(name, data.astype(np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return written
 
 
 def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
