@@ -115,8 +115,10 @@ class EngineConfig:
         dtype: dtype of weights and activations: `float32`, `bfloat16`, `float16`; `auto` keeps the
             checkpoint's dtype.
         weight_dtype: dtype of linear layers and embeddings: `int8`, with a scale for each
-            output channel; `fp8` (e4m3), with a scale for every 128 inputs of a channel; `auto` is
-            `dtype`.
+            output channel; `fp8` (e4m3), with a scale for every 128 inputs of a channel; `int4`,
+            with a scale and a minimum for every 32 inputs, but `dtype` for embeddings and head
+            (native families on a CPU); `auto` keeps the bits of a quantised checkpoint, and is
+            `dtype` for another one.
         kv_dtype: dtype of the cache: `int8` or `fp8` (e4m3), with a scale for each token and head;
             `auto` is `dtype`.
         model_impl: where the layers of the model come from. `native`: a model family of this
@@ -208,7 +210,7 @@ class EngineConfig:
 
     device: str = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    weight_dtype: Literal["auto", "int8", "fp8"] = "auto"
+    weight_dtype: Literal["auto", "int8", "fp8", "int4"] = "auto"
     kv_dtype: Literal["auto", "int8", "fp8"] = "auto"
     model_impl: Literal["auto", "native", "transformers"] = "auto"
     kernels: Literal["auto", "native", "torch"] = "auto"

@@ -473,8 +473,8 @@ def overwriting(
 
 def _overwrite(model: Decoder, new: OpenedSource, config: ResolvedConfig) -> None:
     assert isinstance(new.config, ModelConfig)
-    codes, seed = model.kernels.codes, config.user.seed
-    model.overwrite(new.weights(config.dtype, codes, seed=seed, device=config.device))
+    kernels, seed = model.kernels, config.user.seed
+    model.overwrite(new.weights(config.dtype, kernels, seed=seed, device=config.device))
     model.config = new.config
 
 
@@ -745,7 +745,7 @@ def _load(
             add_scopes(loaded.model, source.config.probe)
         return loaded
     model = Decoder(source.config, *layout)
-    sizes, seed = (config.dtype, kernels.codes), config.user.seed
+    sizes, seed = (config.dtype, kernels), config.user.seed
     model.store(source.weights(*sizes, seed=seed, device=config.device, progress=progress))
     return model.eval()
 

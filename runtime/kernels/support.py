@@ -8,12 +8,13 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from ..errors import ConfigError
 from .choice import Kernels
 from .ops.layer_plan import ModelPlan
 from .ops.linear import can_pack
 from .ops.stack import stack_obstacle
 from .triton.fusion import fusion_obstacle
-from .weights import FP8, WeightStorage
+from .weights import FP8, WeightStorage, quantise_int4
 
 KernelChoice = Literal["native", "torch"]
 """`native`: the C++ operators on a CPU, the Triton kernels on CUDA. `torch`: plain PyTorch around
@@ -71,3 +72,26 @@ def native_obstacle(
 def kernels_for(kernels: Kernels, plan: ModelPlan) -> Kernels:
     """Return the kernels, without a fused decode step where it does not support the model."""
     return replace(kernels, make_decode_step=None) if plan.rope_by_length else kernels
+
+
+def int4_kernels(kernels: Kernels, plan: ModelPlan, dtype: torch.dtype) -> Kernels:
+    """Return the kernels with the names of the parameters that they take in int4.
+
+    Raises:
+        ConfigError: they take none.
+    """
+    codes = {}
+    for parameter in plan.parameters():
+        if parameter.is_matrix and parameter not in (plan.embedding, plan.head.weight):
+            rows, columns = parameter.shape
+            matrix = torch.empty(rows // parameter.matrices, columns, device="meta")
+            size = kernels.parts_bytes([quantise_int4(matrix)], dtype)
+            if size is not None:
+                codes[parameter.name] = size * parameter.matrices
+    if not codes:
+        raise ConfigError(
+            f"weight_dtype='int4': kernels={kernels.name!r} do not multiply by 4-bit codes; use"
+            " kernels='native' on a CPU, or weight_dtype='int8'",
+            field="weight_dtype",
+        )
+    return replace(kernels, codes=codes)

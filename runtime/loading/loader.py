@@ -11,7 +11,7 @@ import hashlib
 import logging
 import math
 import re
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,8 @@ from ..bounded_repr import bounded_repr, bounded_text
 from ..errors import CheckpointError, ConfigError
 from ..kernels import Kernels
 from ..kernels.choice import Parts
-from ..kernels.weights import MODEL, GroupedWeight
+from ..kernels.support import int4_kernels
+from ..kernels.weights import INT4, MODEL, GroupedWeight, quantise_int4
 from ..models.config import DecoderConfig, ModelConfig
 from ..models.plan import Parameter, fused_layout, plan_of
 from ..models.presets import preset
@@ -301,6 +302,31 @@ def _parts(
     return parts
 
 
+def _in_int4(
+    weights: Iterable[tuple[str, Tensor | Parts]],
+    codes: Container[str],
+    layout: Mapping[str, Parameter],
+) -> Iterator[tuple[str, Tensor | Parts]]:
+    """Yield weights, those in `codes` quantised, a part for each of the matrices in them.
+
+    Raises `CheckpointError` for a weight that cannot be.
+    """
+    for name, weight in weights:
+        if name in codes:
+            assert isinstance(weight, Tensor)
+            try:
+                yield name, [quantise_int4(m) for m in weight.chunk(layout[name].matrices)]
+            except ValueError as error:
+                sources = bounded_text(", ".join(layout[name].source_names), 300)
+                raise CheckpointError(
+                    f"{name} cannot be stored as int4: {error} (it is made of {sources}); look at"
+                    " the checkpoint, or use weight_dtype='auto'"
+                ) from error
+        else:
+            yield name, weight
+        del weight
+
+
 def _codes_bytes(kernels: Kernels, parts: Parts, matrices: int, dtype: torch.dtype) -> int | None:
     """Return the bytes of some stacked matrices of equal formats as codes; None: they cannot be."""
     each = len(parts) // matrices
@@ -379,8 +405,10 @@ class OpenedSource:
     def kept_codes(self, kernels: Kernels, dtype: torch.dtype) -> Kernels:
         """Return the kernels with the parameters of this checkpoint that they take as codes.
 
-        A warning tells which formats are decoded.
+        A warning tells which formats are decoded. Raises `ConfigError` as `int4_kernels`.
         """
+        if kernels.weights == INT4:
+            return int4_kernels(kernels, plan_of(self.config), dtype)
         if self.reader is None or not isinstance(self.config, ModelConfig):
             return kernels
         codes, decoded = {}, set[str]()
@@ -420,7 +448,7 @@ class OpenedSource:
     def weights(
         self,
         dtype: torch.dtype,
-        codes: Container[str] = (),
+        kernels: Kernels | None = None,
         *,
         seed: int,
         device: torch.device,
@@ -428,14 +456,21 @@ class OpenedSource:
     ) -> Iterator[tuple[str, Tensor | Parts]]:
         """Return the weights one by one, as `iter_weights`.
 
-        `codes` names the parameters that are kept as codes (`Kernels.codes`). `seed` and `device`
+        `kernels` name the parameters that are kept as codes; None: none. `seed` and `device`
         are as in `random_weights`; stored weights are read to the CPU. transformers loads the
         weights of its models itself.
         """
         assert isinstance(self.config, ModelConfig), "transformers loads its models"
+        quantised = kernels is not None and kernels.weights == INT4
+        codes = () if kernels is None or quantised else kernels.codes
+        weights: Iterator[tuple[str, Tensor | Parts]]
         if self.reader is None:
-            return random_weights(self.config, dtype, seed, device=device)
-        return iter_weights(self.reader, self.config, dtype, codes, progress=progress)
+            weights = random_weights(self.config, dtype, seed, device=device)
+        else:
+            weights = iter_weights(self.reader, self.config, dtype, codes, progress=progress)
+        if kernels is None or not quantised:
+            return weights
+        return _in_int4(weights, kernels.codes, fused_layout(self.config))
 
 
 def source_tokenizer(found: Source) -> TextTokenizer | None:
@@ -449,19 +484,36 @@ def source_tokenizer(found: Source) -> TextTokenizer | None:
     return load(found.directory, eos_token_ids=found.config.eos_token_ids)
 
 
+def planned_codes(found: Source, kernels: Kernels, dtype: torch.dtype) -> Kernels:
+    """Return `OpenedSource.kept_codes` of a model of which perhaps only the config is there."""
+    with ExitStack() as open_files:
+        place, reader = found.directory, None
+        if place is not None and (
+            is_gguf(place) or any((place / name).exists() for name in (SINGLE_FILE, INDEX_FILE))
+        ):
+            reader = _open_reader(found, open_files)
+        return OpenedSource(found.config, None, reader, found.place, NEUTRAL).kept_codes(
+            kernels, dtype
+        )
+
+
+def _open_reader(found: Source, open_files: ExitStack) -> CheckpointReader | None:
+    if found.directory is None:
+        return None
+    if is_gguf(found.directory):
+        return open_files.enter_context(GGUFReader(found.directory, found.native))
+    return open_files.enter_context(CheckpointReader(found.directory))
+
+
 def open_source(found: Source, open_files: ExitStack) -> OpenedSource:
     """Open the files of a model, which `open_files` closes, and check their headers.
 
     Raises `CheckpointError` if a file is damaged, or contradicts the config.
     """
-    reader: CheckpointReader | None = None
+    reader = _open_reader(found, open_files)
     tokenizer, defaults = None, NEUTRAL
-    if found.directory is not None:
-        if is_gguf(found.directory):
-            reader = GGUFReader(found.directory, found.native)
-        else:
-            reader = CheckpointReader(found.directory)
-        open_files.enter_context(reader)
+    if reader is not None:
+        assert found.directory is not None
         if isinstance(found.config, ModelConfig):
             check_tensors(reader, found.config, log_unused=True)
         else:

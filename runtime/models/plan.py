@@ -26,6 +26,7 @@ from ..kernels.ops.operation import Operation, Residual
 from ..kernels.ops.parameter import Cut, ExpertRows, HeadRows, Parameter, Shape, Slice, Source
 from ..kernels.ops.rotation import Rotate
 from ..kernels.ops.short_conv import ShortConv
+from ..kernels.weights import INT4, MODEL
 from .config import DecoderConfig, LatentConfig, ModelConfig, Rope
 from .families import ExpertLayout, ExpertsConfig
 from .rope import UNROTATED
@@ -588,11 +589,16 @@ def fused_layout(config: ModelConfig) -> dict[str, Parameter]:
     return {parameter.name: parameter for parameter in model_plan(config).parameters()}
 
 
+_NEVER_INT4 = ("embed_tokens.weight", "lm_head.weight")
+
+
 def parameter_bytes(parameter: Parameter, kernels: Kernels, dtype: torch.dtype) -> int:
     """Return the bytes of a parameter as the kernels store it."""
     if not parameter.is_matrix:
         return parameter.elements * (parameter.dtype or dtype).itemsize
     if parameter.name in kernels.codes:
         return kernels.codes[parameter.name]
+    if kernels.weights == INT4 and (kernels.codes or parameter.name in _NEVER_INT4):
+        kernels = replace(kernels, weights=MODEL)
     rows, columns = parameter.shape
     return stored_bytes(kernels, rows, columns, dtype, parameter.matrices)

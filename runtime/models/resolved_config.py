@@ -158,6 +158,12 @@ class ResolvedConfig:
                 " the cache in the model's dtype: use kv_dtype='auto'",
                 field="kv_dtype",
             )
+        if config.weight_dtype == "int4" and not isinstance(model, ModelConfig):
+            raise ConfigError(
+                "weight_dtype='int4' is for native families, and transformers makes the layers of"
+                f" {model.model_type!r}: use weight_dtype='int8'",
+                field="weight_dtype",
+            )
         dtype = getattr(torch, model.torch_dtype if config.dtype == "auto" else config.dtype)
         weights = MODEL if config.weight_dtype == "auto" else STORAGES[config.weight_dtype]
         if config.batch_invariant:

@@ -22,7 +22,7 @@ from ..kernels import Kernels, Mode, native_obstacle
 from ..kernels.ops.experts import Experts
 from ..kernels.ops.layer_plan import ModelPlan
 from ..kernels.weights import MODEL
-from ..loading.loader import resolve_source
+from ..loading.loader import planned_codes, resolve_source
 from ..models.config import DecoderConfig
 from ..models.plan import parameter_bytes, plan_of, shard_config
 from ..models.resolved_config import (
@@ -42,7 +42,8 @@ def explain_memory(
     """Return the memory plan of a model as text: its terms, and what fits.
 
     Args:
-        source: as `Engine.from_pretrained`; only the configuration is read.
+        source: as `Engine.from_pretrained`; only the configuration is read, and headers of
+            weights if they are there.
         config: how the engine would run; with `device_memory`, `auto` is a CUDA device in its
             fastest mode. With `tensor_parallel` the plan is the first rank's; other plans differ
             by a row of the vocabulary.
@@ -54,7 +55,8 @@ def explain_memory(
         ConfigError: the configuration cannot work with this model.
         MemoryBudgetError: the device has no room for the model and the smallest cache.
     """
-    whole = resolve_source(source, config_only=True, model_impl=config.model_impl).config
+    found = resolve_source(source, config_only=True, model_impl=config.model_impl)
+    whole = found.config
     ranks = config.tensor_parallel
     model = shard_config(whole, 0, ranks)
     if device_memory is None:
@@ -69,6 +71,7 @@ def explain_memory(
         place = f"{resolved.device.type} with {format_bytes(device_memory)}"
     memory = memory.of_rank(ranks)
     kernels = planned_kernels(model, resolved)
+    kernels = planned_codes(dataclasses.replace(found, config=model), kernels, resolved.dtype)
     groups = group_layers(plan_of(model).states)
     plan = plan_engine(model, resolved, kernels, groups, memory)
     meta = torch.device("meta")

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from stepgraph.runtime import Engine, EngineConfig, SamplingParams
-from stepgraph.runtime.errors import CheckpointError
+from stepgraph.runtime.errors import CheckpointError, ConfigError
 from stepgraph.runtime.kernels import (
     have_compiler,
 )
-from stepgraph.runtime.kernels.weights import STORAGES, dequantise
+from stepgraph.runtime.kernels.weights import STORAGES, dequantise, quantise_int4
+from transformers import AutoModelForCausalLM
 
-from ..rigs.engine_rig import Open
+from ..rigs.engine_rig import Open, opened
 from ..rigs.tiny_models import Tiny, TinyModel, changed_checkpoint
 
 VARIANTS = ["base", "odd", "qwen3", "mistral", "gemma2", "gemma3", "deepseek_v2", "deepseek_v3"]
@@ -87,3 +89,42 @@ def test_a_weight_that_is_no_number_is_refused(tiny: Tiny, tmp_path: Path, stora
     with pytest.raises(CheckpointError):
         Engine.from_pretrained(tmp_path, dataclasses.replace(config, weight_dtype=storage))
     Engine.from_pretrained(tmp_path, config).close()
+
+
+def test_int4_is_the_nearest_level_of_each_group() -> None:
+    weight = torch.randn(40, 100, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    weight[3] = 0.0
+    found = quantise_int4(weight.float())
+    low, high = (
+        torch.stack([bound(part, -1).values for part in weight.split(32, -1)], -1)
+        for bound in (torch.min, torch.max)
+    )
+    step = (high.clamp(min=0) - low.clamp(max=0)) / 15
+    of_column = torch.arange(100) // 32
+    error = (found.decode().double() - weight).abs()
+    assert bool((error <= 0.5 * step[:, of_column] + 1e-3 * weight.abs().max()).all())
+    assert torch.equal(found.decode()[3], torch.zeros(100))
+    with pytest.raises(ValueError, match="row 0"):
+        quantise_int4(torch.full((1, 32), 1e6))
+
+
+@pytest.mark.parametrize("variant", ["wide_groups", "qwen3_moe"])
+def test_an_engine_in_int4_has_the_logits_of_its_levels(tiny: Tiny, variant: str) -> None:
+    model = tiny(variant)
+    (token_ids,) = model.prompts(24)
+    reference = AutoModelForCausalLM.from_pretrained(
+        model.directory, attn_implementation="eager", experts_implementation="eager"
+    ).eval()
+    for name, tensor in reference.state_dict().items():
+        if tensor.dim() > 1 and "embed" not in name and "lm_head" not in name:
+            if name.endswith("gate.weight"):  # a router
+                continue
+            matrix = tensor.view(-1, tensor.shape[-1])
+            matrix.copy_(quantise_int4(matrix).decode())
+    with torch.no_grad():
+        expected = reference(torch.tensor([token_ids])).logits[0, 9:]
+    settings: Any = {"weight_dtype": "int4", "kernels": "native"}
+    with opened(model.directory, **settings) as engine:
+        torch.testing.assert_close(engine.score(token_ids, 10), expected, rtol=0, atol=1e-3)
+    with pytest.raises(ConfigError), opened(model.directory, weight_dtype="int4", kernels="torch"):
+        pass

@@ -13,10 +13,11 @@ from .gptq import GPTQ
 from .grouped import GroupedWeight
 from .packed_integers import MLX, PackedIntegers
 from .scaled_bytes import ScaledBytes
-from .stored import FP8, INT8, MODEL, WeightStorage, dequantise
+from .stored import FP8, INT4, INT8, MODEL, WeightStorage, dequantise, quantise_int4
 
 __all__ = [
     "FP8",
+    "INT4",
     "INT8",
     "MODEL",
     "QUANT_METHODS",
@@ -27,9 +28,10 @@ __all__ = [
     "WeightStorage",
     "checkpoint_formats",
     "dequantise",
+    "quantise_int4",
 ]
 
-STORAGES = {storage.name: storage for storage in (MODEL, INT8, FP8)}
+STORAGES = {storage.name: storage for storage in (MODEL, INT8, FP8, INT4)}
 """By name."""
 
 Settings = Mapping[str, Any]

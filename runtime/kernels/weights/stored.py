@@ -21,10 +21,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .grouped import GroupedWeight, Scales, integers
+
 FP8_BLOCK = 128
 """Consecutive inputs of a row that share a scale."""
 
 SCALE_BYTES = 4
+INT4_GROUP = 32
+"""Consecutive inputs of a row that share a scale and a minimum in int4."""
 
 _NUMBERS_AT_A_TIME = 1 << 24
 """Maximum elements quantised at once, which bounds float32 copies of a large weight."""
@@ -53,6 +57,8 @@ class WeightStorage:
 
     def nbytes(self, n: int, k: int, dtype: torch.dtype) -> int:
         """Return the bytes of a `[n, k]` weight of a model in `dtype`, scales included."""
+        if self == INT4:
+            return n * (-(-k // 2) + 4 * -(-k // INT4_GROUP))
         return n * k * (self.dtype or dtype).itemsize + self.scale_bytes(n, k)
 
     def quantise(self, weight_NK: Tensor) -> tuple[Tensor, Tensor]:
@@ -87,7 +93,29 @@ class WeightStorage:
 
 MODEL = WeightStorage("model")
 INT8 = WeightStorage("int8", torch.int8, 127)
+INT4 = WeightStorage("int4")
+"""Linear layers but the head and routers as codes, see `quantise_int4`."""
 FP8 = WeightStorage("fp8", torch.float8_e4m3fn, 448, FP8_BLOCK)
+
+
+def quantise_int4(weight_NK: Tensor) -> GroupedWeight:
+    """Return a weight as codes of 4 bits, with a scale and a minimum for each 32 inputs of a row.
+
+    The codes 0 and 15 stand for the smallest and the largest number of a group, of which 0 is one;
+    the others are rounded to nearest. Scales and minimums are float16. Raises `ValueError` if a
+    scale is NaN, infinite or too large for that; the message names the first such row.
+    """
+    k = weight_NK.shape[1]
+    groups = F.pad(weight_NK.float(), (0, -k % INT4_GROUP)).unflatten(1, (-1, INT4_GROUP))
+    low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
+    scale, minimum = ((high - low) / 15).half(), (-low).half()
+    finite = scale.isfinite() & minimum.isfinite()
+    if not scale.is_meta and len(bad := (~finite).any(-1).nonzero()):
+        raise ValueError(f"row {int(bad[0])} holds NaN, infinity or numbers beyond float16")
+    step = torch.where(scale == 0, 1.0, scale.float())[..., None]
+    codes = ((groups + minimum.float()[..., None]) / step).round().clamp(0, 15)
+    codes_NK = codes.flatten(1)[:, :k].to(torch.uint8)
+    return GroupedWeight(integers(4), codes_NK, INT4_GROUP, Scales(scale), Scales(minimum))
 
 
 def dequantise(data_NK: Tensor, scales: Tensor) -> Tensor:
