@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, cast, get_args
 
-from ..arguments import Range, check_fields
+from ..arguments import Range, allowed_values, check_fields
 from ..bounded_repr import bounded_repr
 from ..errors import CheckpointError, ConfigError
 from ..kernels.ops.attention import AttentionTemperature
@@ -17,7 +17,6 @@ from .families import (
     FAMILIES,
     LAYER_TYPES,
     MOST_SIZE,
-    MULTIPLIERS,
     ExpertsConfig,
     Family,
     Json,
@@ -61,7 +60,7 @@ class LatentConfig:
     values are projected, and a key that carries the position. Raises `ConfigError`.
     """
 
-    q_lora_rank: Size | None
+    q_lora_rank: Size | None = None
     """Elements that the queries are compressed to; None: they are projected at once."""
     kv_lora_rank: Size
     """Elements of the latent."""
@@ -215,23 +214,32 @@ def _read_factors(rope: Json, name: str) -> tuple[float, ...]:
 
 # Reads the keys of a `config.json` that describe its layers and their attention.
 
-_FIELDS: dict[str, tuple[type[Any], Any]] = {
-    **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), (int, None)),
-    **dict.fromkeys(("num_layers", "num_heads", "max_position_embeddings"), (int, None)),
-    "rms_norm_eps": (float, 1e-6),
-    "tie_word_embeddings": (bool, False),
-    "attention_bias": (bool, False),
-}
-"""Fields of `ModelConfig` that are keys of every config: their types and defaults."""
+_OF_ALL = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads"),
+    *("max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "attention_bias"),
+    *("bos_token_id", "num_experts_per_tok", "moe_intermediate_size"),
+)
+"""Fields that are keys of every config; `Family.reads` decides about other fields."""
 
-_SOFTCAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+_NULLABLE = (
+    *("rms_norm_eps", "bos_token_id", "q_lora_rank"),
+    *("attn_logit_softcapping", "final_logit_softcapping"),
+    *("n_shared_experts", "n_group", "topk_group"),
+)
+"""Fields that have their default where the config has null. Null switches flags off."""
 
-_OF_SOME: dict[str, tuple[type[Any], Any]] = {
-    **dict.fromkeys((*MULTIPLIERS, "query_pre_attn_scalar"), (float, None)),
-    **dict.fromkeys(("swiglu_limit", "swiglu_alpha"), (float, None)),
-    **dict.fromkeys(("use_qk_norm", "mlp_bias", "conv_bias"), (bool, False)),
-}
-"""The same for keys that `Family.reads` decides about."""
+
+def _read_fields(kind: type, config: Json, family: Family, known: Json) -> dict[str, Any]:
+    """Return the fields of a dataclass: `known` ones, and keys of the config that have the types of
+    fields."""
+    found = dict(known)
+    for name, allowed in allowed_values(kind).items():
+        key, is_flag = family.key(name), allowed.kind is bool
+        if name in known or (name in _NULLABLE and config.get(key) is None):
+            continue
+        if name in _OF_ALL or family.reads(key):
+            found[name] = read_field(config, key, allowed.kind, False if is_flag else None)
+    return found
 
 
 def _read_attention(config: Json, family: Family) -> dict[str, Any]:
@@ -252,13 +260,11 @@ def _read_attention(config: Json, family: Family) -> dict[str, Any]:
         "layer_types": tuple(types) if slides else (),
         "sliding_window": window if slides else None,
         "unrotated_layers": tuple(unrotated),
-        **{name: read_optional(config, name, float) for name in _SOFTCAPS if family.reads(name)},
     }
     if family.reads("layer_heads"):
         fields["layer_heads"] = tuple(map(tuple, config["layer_heads"]))
     if family.reads("conv_L_cache"):
         fields["conv_layers"] = tuple(i for i, kind in enumerate(types) if kind == "conv")
-        fields["conv_taps"] = read_field(config, "conv_L_cache", int)
     tunes = "attn_temperature_tuning"
     if family.reads(tunes) and read_field(config, tunes, bool):
         fields["temperature"] = AttentionTemperature(
@@ -283,15 +289,7 @@ def _latent_fields(config: Json, family: Family, heads: int) -> dict[str, Any]:
             f"num_key_value_heads = {kv_heads} must be num_attention_heads = {heads}: latent "
             "attention shares its cache among all heads"
         )
-    interleave = family.rope_interleaved
-    if interleave is None:
-        interleave = read_field(config, "rope_interleave", bool)
-    sizes = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    latent = LatentConfig(
-        q_lora_rank=read_optional(config, "q_lora_rank", int),
-        rope_interleave=interleave,
-        **{name: read_field(config, name, int) for name in sizes},
-    )
+    latent = LatentConfig(**_read_fields(LatentConfig, config, family, {}))
     return {"latent": latent, "num_kv_heads": 1, "head_dim": latent.cached_dim}
 
 
@@ -300,10 +298,12 @@ def _read_layer_types(
 ) -> tuple[list[str], int | None]:
     """Return the type of each layer and the window of layers that slide."""
     window = read_optional(config, family.key("sliding_window"), int)
-    if family.window_switch and not read_field(config, "use_sliding_window", bool):
+    if family.reads("use_sliding_window") and not read_field(config, "use_sliding_window", bool):
         config, window = {**config, "sliding_window": None}, None
-    implied: list[str] = [LAYER_TYPES[family.is_sliding(config, i)] for i in range(num_layers)]
     listed, kinds = config.get("layer_types"), family.layer_kinds
+    implied: list[str] = []
+    if listed is None or not family.lists_layer_types:
+        implied = [LAYER_TYPES[family.slides(config, layer)] for layer in range(num_layers)]
     if listed is None:
         return implied, window
     if not isinstance(listed, list) or len(listed) != num_layers:
@@ -329,21 +329,8 @@ def _read_layer_types(
 # Reads the keys of a `config.json` that describe mixtures of experts.
 
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Keys that transformers treats as one."""
-
-_ROUTING: dict[str, tuple[type[Any], Any]] = {
-    "n_shared_experts": (int, 0),
-    "routed_scaling_factor": (float, None),
-    "n_group": (int, 1),
-    "topk_group": (int, 1),
-    "norm_topk_prob": (bool, None),
-}
-
-"""Keys that `Family.reads` decides about, with types and defaults. The fields have the same names.
-
-transformers 5.23 ignores `norm_topk_prob` for DeepSeek-V2, `topk_method` and `scoring_func` for
-DeepSeek-V3.
-"""
+"""Keys that transformers treats as one. transformers 5.23 ignores `norm_topk_prob` for DeepSeek-V2,
+`topk_method` and `scoring_func` for DeepSeek-V3."""
 
 
 def _read_experts(config: Json, family: Family) -> ExpertsConfig | None:
@@ -367,8 +354,6 @@ def _read_experts(config: Json, family: Family) -> ExpertsConfig | None:
         return None
     if count is None:
         raise CheckpointError(f"the config has no {family.key('num_experts')}")
-    per_token = read_field(config, "num_experts_per_tok", int)
-    inner = read_field(config, family.key("moe_intermediate_size"), int)
     if family.reads("topk_method"):  # of which only one has groups
         method = read_field(config, "topk_method", str)
         if method not in ("greedy", "group_limited_greedy"):
@@ -378,19 +363,13 @@ def _read_experts(config: Json, family: Family) -> ExpertsConfig | None:
             )
         if method == "greedy":
             config = {**config, "n_group": None, "topk_group": None}
-    return ExpertsConfig(
-        num_experts=count,
-        num_experts_per_tok=per_token,
-        moe_intermediate_size=inner,
-        scores=traits.scores,
-        group_score=traits.group_score,
-        dense_layers=dense,
-        **{
-            name: read_field(config, name, kind, default)
-            for name, (kind, default) in _ROUTING.items()
-            if family.reads(name)
-        },
-    )
+    known = {
+        "num_experts": count,
+        "scores": traits.scores,
+        "group_score": traits.group_score,
+        "dense_layers": dense,
+    }
+    return ExpertsConfig(**_read_fields(ExpertsConfig, config, family, known))
 
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -414,7 +393,7 @@ class DecoderConfig:
     num_layers: Annotated[int, Range(1, _MOST_LAYERS)]
     max_position_embeddings: Size
     """Tokens of context the model was trained for."""
-    tie_word_embeddings: bool
+    tie_word_embeddings: bool = False
     """Whether the output projection is the embedding."""
     bos_token_id: int | None = None
     """Begins a text."""
@@ -444,7 +423,7 @@ class ModelConfig(DecoderConfig):
     head_dim: Size
     """Elements of one head; `num_heads * head_dim` need not be `hidden_size`. If `latent`, those of
     the cached vector and of the projected queries."""
-    rms_norm_eps: Number
+    rms_norm_eps: Number = 1e-6
     rope_theta: float
     rope_scaling: RopeScaling = UNSCALED
     partial_rotary_factor: float = 1.0
@@ -674,18 +653,16 @@ def _read(config: Json, generation: Json, model_type: str, family: Family) -> di
     config = _in_vocabulary(config, config, family)
     eos = token_ids(config) + token_ids(_in_vocabulary(generation, config, family))
     dtype = read_field(config, "torch_dtype" if config.get("dtype") is None else "dtype", str, "")
-    fields = _FIELDS | {name: kind for name, kind in _OF_SOME.items() if family.reads(name)}
     activation = family.key("hidden_act")
-    return {
+    known = {
         "model_type": model_type,
-        **{name: read_field(config, family.key(name), *kind) for name, kind in fields.items()},
         "hidden_act": read_field(config, activation, str, family.defaults.get(activation, "silu")),
         "experts": _read_experts(config, family),
-        "bos_token_id": read_optional(config, "bos_token_id", int),
         "eos_token_ids": tuple(dict.fromkeys(eos)),
         "torch_dtype": dtype.removeprefix("torch.") or "float32",
         **_read_attention(config, family),
     }
+    return _read_fields(ModelConfig, config, family, known)
 
 
 def _in_vocabulary(tokens: Json, config: Json, family: Family) -> Json:

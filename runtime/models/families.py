@@ -286,10 +286,9 @@ class Family:
     prepare: Callable[[Json], Json] = lambda config: config
     """Returns a config with the keys that transformers derives from others. Raises
     `CheckpointError` for variants of the architecture that are not supported."""
-    is_sliding: Callable[[Json, int], bool] = lambda config, layer: False
-    """Whether a layer has a sliding window, if the config does not list `layer_types`."""
-    window_switch: bool = False
-    """Whether `use_sliding_window` of the config switches the window on."""
+    is_sliding: Callable[[Json, int], bool] | None = None
+    """Whether a layer has a sliding window, if the config does not list `layer_types`; None: as
+    keys say that the family reads, see `slides`."""
     lists_layer_types: bool = False
     """Whether `layer_types` of the config decides."""
     layer_kinds: Mapping[str, str] = field(default_factory=lambda: {t: t for t in LAYER_TYPES})
@@ -333,12 +332,23 @@ class Family:
     """The traits of mixtures of experts, if layers can have them."""
     mtp: MtpLayout | None = None
     """Modules for multi-token prediction that checkpoints may hold, which only drafters read."""
-    rope_interleaved: bool | None = False
-    """Whether rotated pairs are neighbours; None: `rope_interleave` of the config says it."""
+    rope_interleaved: bool = False
+    """Whether rotated pairs are neighbours; of latent attention `LatentConfig` says it."""
 
     def reads(self, key: str) -> bool:
         """Whether a key of `config.json` that only some families have applies to this one."""
         return key in self.defaults or key in self.fixed
+
+    def slides(self, config: Json, layer: int) -> bool:
+        """Whether a layer has a sliding window, if the config does not list `layer_types`."""
+        if self.is_sliding is not None:
+            return self.is_sliding(config, layer)
+        if self.reads("sliding_window_pattern"):  # the last layer of each pattern has none
+            return (layer + 1) % read_count(config, "sliding_window_pattern") != 0
+        if not self.reads("sliding_window") or config.get("sliding_window") is None:
+            return False
+        first = "max_window_layers"
+        return not self.reads(first) or layer >= read_field(config, first, int)
 
     def key(self, field: str) -> str:
         """Return the key of `config.json` for a field of `ModelConfig` or `ExpertsConfig`."""
@@ -390,15 +400,6 @@ def read_count(config: Json, name: str, default: int | None = None) -> int:
 # Decoder families without experts whose configs need more than a few traits.
 
 
-def _sliding_if_windowed(config: Json, layer: int) -> bool:
-    """All layers slide if the config has a window."""
-    return config.get("sliding_window") is not None
-
-
-def _last_of_each_pattern_full(config: Json, layer: int) -> bool:
-    return (layer + 1) % read_count(config, "sliding_window_pattern") != 0
-
-
 def _is_unrotated(config: Json, layer: int) -> bool:
     """SmolLM3 and Llama 4: `no_rope_layers` has a 1 for each layer that is rotated."""
     listed = config.get("no_rope_layers") or None
@@ -418,10 +419,8 @@ def _is_unrotated(config: Json, layer: int) -> bool:
 
 
 def _unrotated_layers_slide(config: Json, layer: int) -> bool:
-    windowed = read_field(config, "use_sliding_window", bool) and _sliding_if_windowed(
-        config, layer
-    )
-    return windowed and _is_unrotated(config, layer)
+    windowed = read_field(config, "use_sliding_window", bool, False)
+    return windowed and config.get("sliding_window") is not None and _is_unrotated(config, layer)
 
 
 def _with_longrope(config: Json) -> Json:
@@ -505,7 +504,7 @@ _LFM2 = Family(
         "block_auto_adjust_ff_dim": True,
     },
     fixed={"attention_bias": False, "mlp_bias": False},
-    keys={"rms_norm_eps": "norm_eps"},
+    keys={"rms_norm_eps": "norm_eps", "conv_taps": "conv_L_cache"},
     prepare=_with_lfm2_names,
     lists_layer_types=True,
     layer_kinds={"full_attention": "full_attention", "conv": "conv"},
@@ -535,14 +534,12 @@ _COHERE2 = Family(
         "layer_norm_eps": 1e-5,
         "logit_scale": 0.0625,
         "sliding_window": 4096,
+        "sliding_window_pattern": 4,
         "tie_word_embeddings": True,
     },
     fixed={"logits_scaling": 1.0},
     keys={"rms_norm_eps": "layer_norm_eps"},
     prepare=_with_logits_scaling,
-    is_sliding=lambda config, layer: (
-        (layer + 1) % read_count(config, "sliding_window_pattern", 4) != 0
-    ),
     lists_layer_types=True,
     is_unrotated=lambda config, layer: config["layer_types"][layer] == "full_attention",
     layer_norms=LayerNorms(mlp=None),
@@ -712,15 +709,6 @@ LLAMA4 = ExpertTraits(
 )
 
 
-def _sliding_from_a_layer_on(config: Json, layer: int) -> bool:
-    windowed = _sliding_if_windowed(config, layer)
-    return windowed and layer >= read_field(config, "max_window_layers", int)
-
-
-def _every_second_full(config: Json, layer: int) -> bool:
-    return layer % 2 == 0
-
-
 _GEMMA: dict[str, Any] = {
     "bos_token_id": 2,
     "eos_token_id": 1,
@@ -736,7 +724,7 @@ _GEMMA: dict[str, Any] = {
 _GEMMA2 = Family(
     architecture="Gemma2ForCausalLM",
     defaults=_GEMMA | {"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
-    is_sliding=_every_second_full,
+    fixed={"sliding_window_pattern": 2},
     lists_layer_types=True,
     keys={"hidden_act": "hidden_activation"},
     offset_norms=True,
@@ -758,8 +746,6 @@ _QWEN2 = Family(
     architecture="Qwen2ForCausalLM",
     defaults=_QWEN | {"num_key_value_heads": 32},
     fixed={"attention_bias": True},
-    is_sliding=_sliding_from_a_layer_on,
-    window_switch=True,
     lists_layer_types=True,
     output_bias=False,
 )
@@ -797,15 +783,12 @@ FAMILIES: dict[str, Family] = {
         architecture="MistralForCausalLM",
         defaults={**_LLAMA_TOKENS, "num_key_value_heads": 8, "sliding_window": 4096},
         fixed={"attention_bias": False},
-        is_sliding=_sliding_if_windowed,
     ),
     "qwen2": _QWEN2,
     "mimo": replace(_QWEN2, architecture="MiMoForCausalLM", mtp=MIMO_MTP),
     "qwen3": Family(
         architecture="Qwen3ForCausalLM",
         defaults=_QWEN | {"num_key_value_heads": 32, "head_dim": 128},
-        is_sliding=_sliding_from_a_layer_on,
-        window_switch=True,
         lists_layer_types=True,
         qk_norm="each_head",
     ),
@@ -815,7 +798,7 @@ FAMILIES: dict[str, Family] = {
         architecture="Gemma3ForCausalLM",
         defaults=_GEMMA
         | {"sliding_window_pattern": 6, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
-        is_sliding=_last_of_each_pattern_full,
+        fixed={},
         qk_norm="each_head",
     ),
     "deepseek_v2": Family(
@@ -834,7 +817,6 @@ FAMILIES: dict[str, Family] = {
             "mlp_bias": False,
         },
         latent=True,
-        rope_interleaved=True,
         keys={"num_experts": "n_routed_experts"},
         experts=DEEPSEEK_V2,
     ),
@@ -856,7 +838,6 @@ FAMILIES: dict[str, Family] = {
             "rope_interleave": True,
         },
         latent=True,
-        rope_interleaved=None,
         keys={"num_experts": "n_routed_experts"},
         experts=DEEPSEEK_V3,
         mtp=DEEPSEEK_MTP,
@@ -866,12 +847,12 @@ FAMILIES: dict[str, Family] = {
         defaults={
             **_LLAMA_TOKENS,
             "num_key_value_heads": 8,
+            "sliding_window": None,
             "num_experts_per_tok": 2,
             "rms_norm_eps": 1e-5,
             "rope_theta": 1e6,
         },
         fixed={"attention_bias": False, "norm_topk_prob": True},
-        is_sliding=_sliding_if_windowed,
         keys=_LOCAL_EXPERTS,
         experts=MIXTRAL,
     ),
@@ -885,8 +866,6 @@ FAMILIES: dict[str, Family] = {
             "moe_intermediate_size": 768,
             "norm_topk_prob": False,
         },
-        is_sliding=_sliding_if_windowed,
-        window_switch=True,
         qk_norm="each_head",
         experts=QWEN3_MOE,
     ),
@@ -903,9 +882,8 @@ FAMILIES: dict[str, Family] = {
             "swiglu_alpha": 1.702,
             "swiglu_limit": 7.0,
         },
-        fixed={"hidden_act": "silu"},
+        fixed={"hidden_act": "silu", "sliding_window_pattern": 2},
         prepare=_with_gpt_oss_rope,
-        is_sliding=_every_second_full,
         lists_layer_types=True,
         attention_sinks=True,
         keys=_LOCAL_EXPERTS,
@@ -954,7 +932,6 @@ FAMILIES: dict[str, Family] = {
             "num_key_value_heads": 4,
             "tie_word_embeddings": True,
             "rope_theta": 2e6,
-            "use_sliding_window": False,
             "no_rope_layer_interval": 4,
             "mlp_bias": False,
         },
@@ -970,10 +947,10 @@ FAMILIES: dict[str, Family] = {
             "rms_norm_eps": 1e-5,
             "original_max_position_embeddings": 4096,
             "partial_rotary_factor": 1.0,
+            "sliding_window": None,
         },
         fixed={"attention_bias": False},
         prepare=_with_longrope,
-        is_sliding=_sliding_if_windowed,
         qkv=("self_attn.qkv_proj",),
         gate_up=("mlp.gate_up_proj",),
         recomputes_long=True,
@@ -985,8 +962,7 @@ FAMILIES: dict[str, Family] = {
         _OLMO2,
         architecture="Olmo3ForCausalLM",
         defaults=_OLMO | {"rope_theta": 5e5, "sliding_window": 4096},
-        fixed={"rope_local_base_freq": 5e5},
-        is_sliding=lambda config, layer: (layer + 1) % 4 != 0,
+        fixed={"rope_local_base_freq": 5e5, "sliding_window_pattern": 4},
         lists_layer_types=True,
     ),
     "granite": Family(architecture="GraniteForCausalLM", defaults=_GRANITE | {"mlp_bias": False}),

@@ -213,7 +213,7 @@ def _qkv_sources(
 def _rows_of_head(config: ModelConfig, rope: Rope) -> HeadRows | None:
     """The order of the rows of one head of queries and keys; None: as they are stored."""
     rotated = rope.rotated_elements(config.head_dim)
-    interleaved = config.family.rope_interleaved is True
+    interleaved = config.family.rope_interleaved
     if not rotated or (rotated == config.head_dim and not interleaved):
         return None
     return HeadRows(0, 1, config.head_dim, rotated, interleaved)
