@@ -205,7 +205,7 @@ class CheckpointReader:
             for path in sorted(set(index.values())) or [directory / SINGLE_FILE]:
                 self._open(path, index)
             for name, path in index.items():
-                if name not in {name for _, name in self._places.values()}:
+                if name not in self._places:
                     raise CheckpointError(
                         f"{path} does not hold {bounded_text(name)}, which the index expects"
                     )

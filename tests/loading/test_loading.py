@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import struct
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -287,3 +288,14 @@ def test_an_allocation_that_fails_is_a_matter_of_memory(
     monkeypatch.setattr(startup_module, "Arena", allocate)
     with pytest.raises(MemoryBudgetError):
         Engine.from_pretrained(checkpoint, EAGER)
+
+
+def test_an_index_of_many_tensors_is_checked_in_linear_time(tmp_path: Path) -> None:
+    """As of mixtures of hundreds of experts; checking each against all took minutes."""
+    tensors = {f"t{i}": torch.zeros(1) for i in range(20_000)}
+    save_file(tensors, tmp_path / "part.safetensors")
+    index = {"weight_map": dict.fromkeys(tensors, "part.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    began = time.perf_counter()
+    CheckpointReader(tmp_path).close()
+    assert time.perf_counter() - began < 8.0
