@@ -10,7 +10,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -177,6 +177,15 @@ def _formats(settings: object) -> tuple[CheckpointFormat, ...]:
         return ()
 
 
+@contextmanager
+def _reading(path: Path, name: str) -> Iterator[None]:
+    """Raise `CheckpointError` for what torch and formats raise for contents of another form."""
+    try:
+        yield
+    except (ValueError, ArithmeticError, LookupError, RuntimeError, SafetensorError) as error:
+        raise CheckpointError(f"{path}: {name} cannot be read: {bounded_text(error)}") from error
+
+
 class CheckpointReader:
     """The tensors of a checkpoint directory: one safetensors file, or shards with an index.
 
@@ -265,12 +274,8 @@ class CheckpointReader:
         tensors = weight.on_meta
         if not meta:
             tensors = {suffix: self.tensor(name) for suffix, name in weight.names.items()}
-        try:
+        with _reading(header.file, source.name):
             return weight.format.read(tensors, header.shape, source.selection)
-        except ValueError as error:
-            raise CheckpointError(
-                f"{header.file}: {source.name} cannot be read: {error}"
-            ) from error
 
     def decoded(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """Return all tensors, weights that are stored as codes in this dtype."""
@@ -284,13 +289,9 @@ class CheckpointReader:
     def tensor(self, name: str) -> Tensor:
         """Return a tensor; it may share the mapped file's memory, so copy it to keep it."""
         path, stored = self._places[name]
-        try:
+        with _reading(path, name):
             tensor: Tensor = self._files[path].get_tensor(stored)
-        except SafetensorError as error:
-            raise CheckpointError(
-                f"{path}: {name} cannot be read: {bounded_text(error)}"
-            ) from error
-        return tensor
+            return tensor
 
     def _rename(self) -> None:
         """Give the tensors of the text part of a wrapper the names that they have without it."""
@@ -315,10 +316,13 @@ class CheckpointReader:
             if not self._headers.keys() >= set(names.values()):
                 continue
             headers = {s: Header(*self._headers[name][:2]) for s, name in names.items()}
-            shape = stored.shape(prefix, headers, lambda suffix: self.tensor(prefix + suffix))  # noqa: B023
-            if shape is None:
+            if not all(header.dtype in _DTYPES for header in headers.values()):
                 continue
             file = self._headers[names[first]].file
+            with _reading(file, prefix):
+                shape = stored.shape(prefix, headers, lambda suffix: self.tensor(prefix + suffix))  # noqa: B023
+            if shape is None:
+                continue
             for suffix in (*names, *stored.ignored):
                 self._headers.pop(prefix + suffix, None)
             weight = prefix + stored.weight_suffix

@@ -411,10 +411,10 @@ class OpenedSource:
             return int4_kernels(kernels, plan_of(self.config), dtype)
         if self.reader is None or not isinstance(self.config, ModelConfig):
             return kernels
-        codes, decoded = {}, set[str]()
+        codes, decoded, formats = {}, set[str](), self.reader.formats()
         for name, parameter in check_tensors(self.reader, self.config).items():
             stored = {self.reader.headers()[s].dtype for s in parameter.source_names}
-            if parameter.is_matrix and not stored.isdisjoint(self.reader.formats()):
+            if parameter.is_matrix and not stored.isdisjoint(formats):
                 parts = _parts(self.reader, parameter, dtype, meta=True)
                 size = _codes_bytes(kernels, parts, parameter.matrices, dtype)
                 if size is None or kernels.weights != MODEL:

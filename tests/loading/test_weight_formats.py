@@ -16,11 +16,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from stepgraph.runtime.errors import CheckpointError, StepgraphError
-from stepgraph.runtime.kernels.ops.parameter import HeadRows, Narrowed, Selection, Slice
+from stepgraph.runtime.kernels.ops.parameter import (
+    HeadRows,
+    Narrowed,
+    Parameter,
+    Selection,
+    Slice,
+    Source,
+)
 from stepgraph.runtime.kernels.weights import Header, checkpoint_formats
 from stepgraph.runtime.kernels.weights.float4 import GPT_OSS
 from stepgraph.runtime.kernels.weights.grouped import NF4
-from stepgraph.runtime.loading.checkpoint import read_config
+from stepgraph.runtime.loading.checkpoint import CheckpointReader, check_layout, read_config
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -62,8 +69,9 @@ def over(numbers: Any, scales: Tensor, group: int, zeros: Any = 0) -> Tensor:
 
 
 def awq(rng: np.random.Generator, n: int, k: int, group: int) -> Stored:
-    codes, zeros = rng.integers(0, 16, (n, k)), rng.integers(0, 16, (n, k // group))
-    scales = scales_of(rng, n, k // group)
+    groups = -(-k // group)
+    codes, zeros = rng.integers(0, 16, (n, k)), rng.integers(0, 16, (n, groups))
+    scales = scales_of(rng, n, groups)
     tensors = {
         ".qweight": words_of(codes.T, order=AWQ_ORDER),
         ".qzeros": words_of(zeros.T, order=AWQ_ORDER),
@@ -83,8 +91,8 @@ def gptq(
     g_idx: str = "ordered",
 ) -> Stored:
     codes = rng.integers(0, 1 << bits, (n, k))
-    zeros = rng.integers(0, 1 << bits, (n, k // group))
-    scales = scales_of(rng, n, k // group)
+    zeros = rng.integers(0, 1 << bits, (n, -(-k // group)))
+    scales = scales_of(rng, n, -(-k // group))
     ones = sum(offset << shift for shift in range(0, 32, bits))
     of_column = np.arange(k) // group
     if g_idx == "reordered":
@@ -103,7 +111,7 @@ def gptq(
 def pack_quantized(
     rng: np.random.Generator, n: int, k: int, group: int, *, bits: int = 4, zeros: bool = False
 ) -> Stored:
-    codes, scales = rng.integers(0, 1 << bits, (n, k)), scales_of(rng, n, k // group)
+    codes, scales = rng.integers(0, 1 << bits, (n, k)), scales_of(rng, n, -(-k // group))
     tensors = {
         ".weight_packed": words_of(codes, bits),
         ".weight_scale": scales,
@@ -111,7 +119,7 @@ def pack_quantized(
     }
     if not zeros:
         return tensors, over(codes, scales, group, 1 << bits - 1)
-    points = rng.integers(0, 1 << bits, (n, k // group))
+    points = rng.integers(0, 1 << bits, (n, -(-k // group)))
     tensors[".weight_zero_point"] = words_of(points.T, bits).T
     return tensors, over(codes, scales, group, points)
 
@@ -401,7 +409,8 @@ def kind_of(tensor: Tensor) -> str:
 def test_a_part_is_the_part_of_the_whole(data: st.DataObject) -> None:
     layout = data.draw(st.sampled_from(sorted(LAYOUTS)))
     write, settings = LAYOUTS[layout]
-    group = SIZES.get(layout, data.draw(st.sampled_from([32, 64])))
+    shorter = [128] if layout.startswith(("awq", "gptq", "auto", "pack")) else []
+    group = SIZES.get(layout, data.draw(st.sampled_from([32, 64, *shorter])))
     n, k = 32 * data.draw(st.integers(1, 4)), 64 * data.draw(st.integers(1, 3))
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
     stored, weight = write(rng, n, k, group)
@@ -452,6 +461,7 @@ def test_a_part_is_the_part_of_the_whole(data: st.DataObject) -> None:
         ("pack_quantized", "", {"transform_config": {"config_groups": {"a": 1}}}),
         ("fp8_blocks", ".weight_scale_inv", {}),
         ("fp8_blocks", "", {"fmt": "e5m2"}),
+        ("fp8_blocks", "", {"weight_block_size": 128}),
         ("modelopt_nvfp4", ".weight_scale_2", {}),
         ("modelopt_nvfp4", "", {"quant_algo": "NVFP4_AWQ"}),
         ("nf4", ".weight.absmax", {}),
@@ -470,6 +480,61 @@ def test_what_is_not_the_format_is_refused(
     save_as(layout, tiny("wide_groups"), tmp_path, SIZES.get(layout, 32), drop=drop, **options)
     with pytest.raises(CheckpointError), opened(tmp_path):
         pass
+
+
+def test_an_order_of_inputs_that_was_not_set() -> None:
+    """compressed-tensors leaves -1 in `g_idx` where it did not reorder."""
+    stored, weight = pack_quantized(np.random.default_rng(1), 32, 64, 32, zeros=True)
+    stored[".weight_g_idx"] = torch.full((64,), -1, dtype=torch.int32)
+    read = checkpoint_formats(COMPRESSED)[0].read(stored, (32, 64), None)
+    torch.testing.assert_close(read.decode().double(), weight, rtol=3e-7, atol=1e-9)
+
+
+def state_of(nested: bool, **state: Any) -> dict[str, Tensor]:
+    stored, _ = nf4(np.random.default_rng(1), 4, 64, 64, nested=nested)
+    name = ".weight.quant_state.bitsandbytes__nf4"
+    changed = json.loads(bytes(stored[name].tolist())) | state
+    return {name: torch.tensor(list(json.dumps(changed).encode()), dtype=torch.uint8)}
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes"),
+    [
+        ("gptq_desc_act", {".g_idx": torch.full((64,), 9, dtype=torch.int32)}),
+        ("gptq_desc_act", {".g_idx": torch.full((64,), -1, dtype=torch.int32)}),
+        ("pack_quantized", {".weight_g_idx": torch.arange(64, dtype=torch.int32)}),
+        ("pack_quantized", {".weight_g_idx": torch.zeros(3, dtype=torch.int32)}),
+        ("pack_quantized", {".weight_shape": torch.tensor([4.0, float("nan")])}),
+        ("pack_quantized_zeros", {".weight_zero_point": torch.zeros(1, 5, dtype=torch.int32)}),
+        ("int_quantized", {".weight_zero_point": torch.zeros(3, 1, dtype=torch.int8)}),
+        ("int_quantized", {".weight_scale": torch.ones(32, 1, dtype=torch.float64)}),
+        ("float_quantized", {".weight": torch.zeros(2, 4, 64).to(torch.float8_e4m3fn)}),
+        ("nvfp4", {".weight_global_scale": torch.ones(3)}),
+        ("nf4", {".weight.quant_map": torch.zeros(5)}),
+        ("nf4", {".weight.nested_quant_map": torch.zeros(0)}),
+        ("nf4", state_of(True, nested_blocksize=None)),
+        ("nf4_plain", state_of(False, shape=[-4, -64])),
+    ],
+)
+def test_tensors_of_another_form_are_refused(
+    tmp_path: Path, layout: str, changes: dict[str, Tensor]
+) -> None:
+    write, settings = LAYOUTS[layout]
+    stored = write(np.random.default_rng(1), 32, 64, SIZES.get(layout, 32))[0] | changes
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": settings}))
+    tensors = {f"layer{suffix}": tensor.contiguous() for suffix, tensor in stored.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    source = Source("layer.weight", (32, 64))
+    parameters = {"layer.weight": Parameter("layer.weight", (source,))}
+
+    def read() -> None:
+        with CheckpointReader(tmp_path) as reader:
+            check_layout(reader, parameters, lambda name: True)
+            reader.read(source)
+
+    with pytest.raises(CheckpointError) as caught:
+        read()
+    assert "layer" in str(caught.value)
 
 
 @pytest.mark.parametrize("layout", ["awq", "fp8_blocks", "nvfp4", "mlx"])

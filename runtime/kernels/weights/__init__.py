@@ -64,10 +64,23 @@ def _allow(settings: Settings, key: str, *allowed: object) -> Any:
     return value
 
 
+def _group_sizes(settings: Settings) -> tuple[int, ...]:
+    """Return every `group_size` in settings, also of some modules, in ascending order."""
+    sizes, rest = set[int](), [settings]
+    while rest:
+        found = rest.pop()
+        rest += [inner for inner in found.values() if isinstance(inner, Mapping)]
+        if type(size := found.get("group_size")) is int and size > 0:
+            sizes.add(size)
+    return tuple(sorted(sizes))
+
+
 def _scaled(settings: Settings) -> Formats:
     _allow(settings, "fmt", "e4m3", "float8_e4m3fn")
-    block = settings.get("weight_block_size") or ()
-    block = tuple(size for size in block if type(size) is int and size > 0)
+    block = settings.get("weight_block_size") or []
+    if not isinstance(block, list) or not all(type(size) is int and size > 0 for size in block):
+        raise ValueError(f"weight_block_size = {block!r:.60}, which is not [rows, columns]")
+    block = tuple(block)
     return ScaledBytes(".weight_scale_inv", block), ScaledBytes(".weight_scale", block)
 
 
@@ -90,7 +103,7 @@ def _compressed(settings: Settings) -> Formats:
         _allow(sparsity, "format", "dense")
     if settings.get("transform_config"):
         raise ValueError("transform_config, rotations of weights")
-    return PackedIntegers(), NVFP4, MXFP4, ScaledBytes(".weight_scale")
+    return PackedIntegers(_group_sizes(settings)), NVFP4, MXFP4, ScaledBytes(".weight_scale")
 
 
 def _modelopt(settings: Settings) -> Formats:
@@ -110,7 +123,7 @@ def _modelopt(settings: Settings) -> Formats:
 def _awq(settings: Settings) -> Formats:
     _allow(settings, "bits", 4)
     _allow(settings, "version", "gemm")
-    return (AWQ(),)
+    return (AWQ(_group_sizes(settings)),)
 
 
 def _gptq(settings: Settings) -> Formats:
@@ -118,7 +131,8 @@ def _gptq(settings: Settings) -> Formats:
     layouts = ("gptq", "gptq_v2")
     layout = _allow(settings, "checkpoint_format", *layouts)
     layout = _allow(settings, "format", layout, *layouts)
-    return (GPTQ(int(layout == "gptq"), settings.get("desc_act") is True),)
+    reordered, sizes = settings.get("desc_act") is True, _group_sizes(settings)
+    return (GPTQ(int(layout == "gptq"), reordered, sizes),)
 
 
 def _auto_round(settings: Settings) -> Formats:
@@ -129,7 +143,9 @@ def _auto_round(settings: Settings) -> Formats:
         "auto_round:auto_awq",
         "auto_round:llm_compressor",
     )
-    return AWQ(), GPTQ(), PackedIntegers(), NVFP4, MXFP4, ScaledBytes(".weight_scale")
+    sizes = _group_sizes(settings)
+    integers = AWQ(sizes), GPTQ(sizes=sizes), PackedIntegers(sizes)
+    return *integers, NVFP4, MXFP4, ScaledBytes(".weight_scale")
 
 
 def _bitsandbytes(settings: Settings) -> Formats:

@@ -10,6 +10,7 @@ k // (K / G), and w[n, k] = (q[k, n] - zero[g, n]) * scale[g, n].
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -21,11 +22,15 @@ _SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)
 """Lowest bit of each of the 8 outputs of a word."""
 
 
+@dataclass(frozen=True)
 class AWQ(CheckpointFormat):
     """See the top of this file."""
 
     name = "awq"
     suffixes = (".qweight", ".qzeros", ".scales")
+
+    sizes: tuple[int, ...] = ()
+    """Of groups, from `config.json`."""
 
     def shape(
         self, name: str, headers: Mapping[str, Header], read: Callable[[str], Tensor]
@@ -34,19 +39,20 @@ class AWQ(CheckpointFormat):
         if (words, zero_words) != ("I32", "I32") or not len(numbers) == len(scales) == 2:
             return None
         (k, packed), (groups, n) = numbers, scales
-        if packed * 8 != n or zeros != (groups, packed) or group_of(k, groups) is None:
+        if packed * 8 != n or zeros != (groups, packed) or group_of(k, groups, self.sizes) is None:
             return None
         return n, k
 
     def weight(self, stored: Mapping[str, Tensor], shape: Shape) -> GroupedWeight:
         codes_KN, zeros_GN = (unpacked(stored[s], _SHIFTS) for s in (".qweight", ".qzeros"))
-        return with_zeros(codes_KN.T, zeros_GN.T, stored[".scales"].T)
+        group = group_of(shape[1], len(zeros_GN), self.sizes)
+        assert group is not None, "shapes that were refused"
+        return with_zeros(codes_KN.T, group, zeros_GN.T, stored[".scales"].T)
 
 
 def with_zeros(
-    codes_NK: Tensor, zeros_NG: Tensor, scales_NG: Tensor, bits: int = 4
+    codes_NK: Tensor, group: int, zeros_NG: Tensor, scales_NG: Tensor, bits: int = 4
 ) -> GroupedWeight:
-    """Return the weight (codes - zeros) * scales, in groups of the same size."""
-    group = codes_NK.shape[1] // scales_NG.shape[1]
+    """Return the weight (codes - zeros) * scales, in groups of this size."""
     minimums = Scales(scales_NG, zeros_NG)
     return GroupedWeight(integers(bits), codes_NK, group, Scales(scales_NG), minimums)

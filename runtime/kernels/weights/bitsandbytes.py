@@ -36,9 +36,14 @@ class BitsAndBytes(CheckpointFormat):
         self, name: str, headers: Mapping[str, Header], read: Callable[[str], Tensor]
     ) -> Shape | None:
         try:
-            n, k = _state(read(_STATE))["shape"]
+            state = _state(read(_STATE))
+            n, k = state["shape"]
             blocks = headers[_ABSMAX].shape[0]
-            fits = group_of(n * k, blocks) is not None and k % (n * k // blocks) == 0
+            fits = min(n, k) > 0 and group_of(n * k, blocks) is not None
+            fits = fits and k % (n * k // blocks) == 0
+            if _NESTED[0] in headers:
+                fits = fits and int(state["nested_blocksize"]) > 0
+                float(state["nested_offset"])
         except (ValueError, KeyError, TypeError, IndexError, ZeroDivisionError):
             return None
         return (n, k) if fits and headers[".weight"] == ("U8", (n * k // 2, 1)) else None

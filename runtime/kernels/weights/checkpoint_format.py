@@ -128,9 +128,26 @@ def unpacked(words: Tensor, shifts: Sequence[int], bits: int = 4) -> Tensor:
     return numbers.flatten(-2)
 
 
-def group_of(k: int, groups: int) -> int | None:
-    """Return the inputs of each of some equal groups of `k`; None if they are not equal."""
-    return k // groups if groups and k and not k % groups else None
+def group_of(k: int, groups: int, sizes: Sequence[int] = ()) -> int | None:
+    """Return the inputs of each of some groups of `k`; None if they do not fit.
+
+    Args:
+        k: inputs of a row.
+        groups: of a row.
+        sizes: that the config names, of which the last group may be shorter; others divide `k`.
+    """
+    equal = [k // groups] if groups and k and not k % groups else []
+    return next((min(size, k) for size in (*sizes, *equal) if -(-k // size) == groups), None)
+
+
+def checked_groups(g_idx_K: Tensor, groups: int) -> Tensor:
+    """Return the group of each input as int64; raise ValueError for one without scales."""
+    if not g_idx_K.is_meta and not 0 <= int(g_idx_K.min()) <= int(g_idx_K.max()) < groups:
+        raise ValueError(
+            f"its g_idx names groups {int(g_idx_K.min())} to {int(g_idx_K.max())}, and there are"
+            f" scales of {groups}"
+        )
+    return g_idx_K.long()
 
 
 def of_blocks(scales: Tensor, n: int) -> Tensor:

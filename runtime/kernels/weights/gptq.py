@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..ops.parameter import Shape
 from .awq import with_zeros
-from .checkpoint_format import CheckpointFormat, Header, group_of, unpacked
+from .checkpoint_format import CheckpointFormat, Header, checked_groups, group_of, unpacked
 from .grouped import GroupedWeight
 
 _G_IDX = ".g_idx"
@@ -36,6 +36,8 @@ class GPTQ(CheckpointFormat):
     """What has been subtracted from zero points."""
     reordered: bool = False
     """Whether inputs of a group need not be consecutive (`desc_act`)."""
+    sizes: tuple[int, ...] = ()
+    """Of groups, from `config.json`."""
 
     def shape(
         self, name: str, headers: Mapping[str, Header], read: Callable[[str], Tensor]
@@ -47,7 +49,7 @@ class GPTQ(CheckpointFormat):
             return None
         (groups, n), bits = scales, zeros[1] * 32 // scales[1]
         k = numbers[0] * 32 // bits if bits in (2, 4, 8) else 0
-        if zeros[1] * 32 != n * bits or group_of(k, groups) is None:
+        if zeros[1] * 32 != n * bits or group_of(k, groups, self.sizes) is None:
             return None
         return (n, k) if headers.get(_G_IDX, Header("I32", (k,))) == ("I32", (k,)) else None
 
@@ -58,13 +60,15 @@ class GPTQ(CheckpointFormat):
         # A zero point of 0 has borrowed from the next one in its word, so words are added.
         offsets = sum(self.zero_offset << shift for shift in shifts)
         zeros_NG = unpacked(stored[".qzeros"] + offsets, shifts, bits).T
+        group = group_of(k, groups, self.sizes)
+        assert group is not None, "shapes that were refused"
         if _G_IDX in stored:
-            g_idx_K = stored[_G_IDX].long()
+            g_idx_K = checked_groups(stored[_G_IDX], groups)
             if self.reordered:
-                zeros_NG, scales_NG = zeros_NG[:, g_idx_K], scales_NG[:, g_idx_K]
-            elif not g_idx_K.is_meta and not torch.equal(g_idx_K, torch.arange(k) // (k // groups)):
+                group, zeros_NG, scales_NG = 1, zeros_NG[:, g_idx_K], scales_NG[:, g_idx_K]
+            elif not g_idx_K.is_meta and not torch.equal(g_idx_K, torch.arange(k) // group):
                 raise ValueError(
-                    f"its g_idx does not assign {k // groups} inputs after the other to each of "
+                    f"its g_idx does not assign {group} inputs after the other to each of "
                     f"{groups} groups, as desc_act = False in its config.json says"
                 )
-        return with_zeros(unpacked(words_NW, shifts, bits), zeros_NG, scales_NG, bits)
+        return with_zeros(unpacked(words_NW, shifts, bits), group, zeros_NG, scales_NG, bits)

@@ -21,19 +21,23 @@ import torch
 from torch import Tensor
 
 from ..ops.parameter import Shape
-from .checkpoint_format import CheckpointFormat, Header, group_of, unpacked
+from .checkpoint_format import CheckpointFormat, Header, checked_groups, group_of, unpacked
 from .grouped import GroupedWeight, Scales, integers
 
 _BITS = (2, 4, 8)
 _ZEROS, _G_IDX = ".weight_zero_point", ".weight_g_idx"
 
 
+@dataclass(frozen=True)
 class PackedIntegers(CheckpointFormat):
     """`pack-quantized` of compressed-tensors; see the top of this file."""
 
     name = "compressed-tensors"
     suffixes = (".weight_packed", ".weight_scale", ".weight_shape")
     optional = (_ZEROS, _G_IDX)
+
+    sizes: tuple[int, ...] = ()
+    """Of groups, from `config.json`."""
 
     def shape(
         self, name: str, headers: Mapping[str, Header], read: Callable[[str], Tensor]
@@ -44,8 +48,12 @@ class PackedIntegers(CheckpointFormat):
         n, k = map(int, read(".weight_shape").tolist())
         if not 0 < k < 1 << 31 or (n, n) != (packed[0], scales[0]) or scales[1] > k:
             return None
-        fits = any(packed[1] == -(-k * bits // 32) for bits in _BITS)
-        return (n, k) if fits and group_of(k, scales[1]) is not None else None
+        bits = next((bits for bits in _BITS if packed[1] == -(-k * bits // 32)), None)
+        if bits is None or group_of(k, scales[1], self.sizes) is None:
+            return None
+        zeros, g_idx = ("I32", (-(-n * bits // 32), scales[1])), ("I32", (k,))
+        fits = (headers.get(_ZEROS, zeros), headers.get(_G_IDX, g_idx)) == (zeros, g_idx)
+        return (n, k) if fits else None
 
     def weight(self, stored: Mapping[str, Tensor], shape: Shape) -> GroupedWeight:
         words_NW, scales_NG = stored[".weight_packed"], stored[".weight_scale"]
@@ -53,14 +61,18 @@ class PackedIntegers(CheckpointFormat):
         bits = next(b for b in _BITS if words_NW.shape[1] == -(-k * b // 32))
         shifts = range(0, 32, bits)
         codes_NK = unpacked(words_NW, shifts, bits)[:, :k]
-        zeros_NG = None
+        zeros_NG, group = None, group_of(k, groups, self.sizes)
+        assert group is not None, "shapes that were refused"
         if _ZEROS in stored:
             zeros_NG = unpacked(stored[_ZEROS].T, shifts, bits).T[:n]
         if _G_IDX in stored:
-            g_idx_K = stored[_G_IDX].long().clamp(0, groups - 1)
+            g_idx_K = stored[_G_IDX]
+            if not g_idx_K.is_meta and bool((g_idx_K == -1).all()):  # it was not reordered
+                g_idx_K = torch.arange(k) // group
+            g_idx_K, group = checked_groups(g_idx_K, groups), 1
             scales_NG = scales_NG[:, g_idx_K]
             zeros_NG = None if zeros_NG is None else zeros_NG[:, g_idx_K]
-        group, scales = k // scales_NG.shape[1], Scales(scales_NG)
+        scales = Scales(scales_NG)
         if zeros_NG is None:
             return GroupedWeight(integers(bits, 1 << bits - 1), codes_NK, group, scales)
         minimums = Scales(scales_NG, zeros_NG)

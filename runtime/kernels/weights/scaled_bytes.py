@@ -51,14 +51,17 @@ class ScaledBytes(CheckpointFormat):
         (kind, shape), (_, scales) = headers[".weight"], headers[self.scale]
         if kind not in _LEVELS or len(shape) < 2 or 0 in shape:
             return None
+        if headers.get(_ZEROS, headers[self.scale]).shape != scales:
+            return None
         return None if self._block(shape, scales) is None else shape
 
     def _block(self, shape: Shape, scales: Shape) -> tuple[int, int] | None:
         """Return the rows and columns that share a scale; None if the shapes do not fit."""
         *stacked, n, k = shape
-        *same, rows, columns = (*scales, *(1, 1)[len(scales) - len(stacked) :])
-        if same != stacked:
+        same, of_weight = scales[: len(stacked)], scales[len(stacked) :]
+        if list(same) != stacked or len(of_weight) > 2:
             return None
+        rows, columns = (*of_weight, 1, 1)[:2]
         block = tuple(
             next((b for b in (*known, size, 1, *_BLOCKS) if -(-size // b) == count), 0)
             for known, size, count in (
