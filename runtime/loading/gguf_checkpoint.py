@@ -445,7 +445,7 @@ class GGUFReader(CheckpointReader):
         self._stored: dict[str, _Stored] = {}
         for parameter in fused_layout(self._config).values():
             layouts = (parameter.sources, *parameter.alternatives)
-            names = {source.name for sources in layouts for source in sources}
+            names = dict.fromkeys(source.name for sources in layouts for source in sources)
             found = {n: stored for n in names if n is not None and (stored := self._find(n))}
             shapes = {name: stored.shape for name, stored in found.items()}
             chosen = parameter.stored_in(shapes).source_names
