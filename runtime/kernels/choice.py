@@ -12,10 +12,10 @@ from torch import Tensor
 from .cpu.build import KernelLibrary
 from .ops.collectives import Collectives
 from .result_check import Fallback
-from .weights import MODEL, GroupedWeight, WeightStorage
+from .weights import MODEL, GroupedWeight, StoredRows, WeightStorage
 
 SamplerName = Literal["torch", "cpu", "triton"]
-Parts = Sequence[Tensor | GroupedWeight]
+Parts = Sequence[Tensor | GroupedWeight | StoredRows]
 """Rows of a weight, one part after the other, each in the model's dtype or as codes."""
 
 
@@ -57,12 +57,12 @@ class Kernels:
     """Creates a `DecodeStep` from such a stack and a `BoundModel`."""
     weights: WeightStorage = MODEL
     """How the weights of linear layers are stored; 8-bit weights have scales."""
-    pack_parts: Callable[[Parts, torch.dtype], Tensor] | None = None
-    """Packs a weight of a model in this dtype of which some parts are codes; None: weights are
-    decoded while they are loaded."""
+    pack_parts: Callable[[Parts, torch.dtype, Tensor], None] | None = None
+    """Packs a weight of a model in this dtype, of which some parts are codes, into uint8 memory of
+    `parts_bytes`; None: weights are decoded while they are loaded."""
     parts_bytes: Callable[[Parts, torch.dtype], int | None] = no_parts
-    """The bytes that `pack_parts` returns for parts on the device `meta`; None: no kernel takes
-    them, so they are decoded."""
+    """The bytes that `pack_parts` writes for such parts, on any device; None: no kernel takes them,
+    so they are decoded."""
     codes: Mapping[str, int] = field(default_factory=dict)
     """Bytes of the parameters, by name, that stay in the codes of their checkpoint."""
     fallbacks: tuple[Fallback, ...] = ()

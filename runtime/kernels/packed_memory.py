@@ -24,9 +24,13 @@ class PackedMemory:
         self._free = memory[-memory.data_ptr() % _ALIGNMENT :]
         """What is not handed out; begins at a cache line."""
 
+    def take(self, nbytes: int) -> Tensor:
+        """Return memory on cache lines of its own, uint8 `[nbytes]`."""
+        assert nbytes <= self._free.nbytes, "more weights than there was to be room for"
+        part = self._free[:nbytes]
+        self._free = self._free[-(-nbytes // _ALIGNMENT) * _ALIGNMENT :]
+        return part
+
     def place(self, tensor: Tensor) -> Tensor:
         """Return a copy of a contiguous tensor on cache lines of its own."""
-        assert tensor.nbytes <= self._free.nbytes, "more weights than there was to be room for"
-        part = self._free[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        self._free = self._free[-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT :]
-        return part.copy_(tensor)
+        return self.take(tensor.nbytes).view(tensor.dtype).view(tensor.shape).copy_(tensor)

@@ -195,6 +195,8 @@ class CheckpointReader:
     `MemoryBudgetError` if the process may not map as much (`RLIMIT_AS`).
     """
 
+    reads_rows = False
+    """Whether some rows of a weight that is stored as codes are read without the others."""
     described_by = "config.json"
     """What has the config of the model."""
 

@@ -430,6 +430,7 @@ class GGUFReader(CheckpointReader):
     Raises `CheckpointError`, which names the file, for a damaged one.
     """
 
+    reads_rows = True
     described_by = "metadata"
 
     def __init__(self, path: Path, config: ModelConfig) -> None:

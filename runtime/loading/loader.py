@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,9 +25,10 @@ from ..errors import CheckpointError, ConfigError
 from ..kernels import Kernels
 from ..kernels.choice import Parts
 from ..kernels.support import int4_kernels
-from ..kernels.weights import INT4, MODEL, GroupedWeight, quantise_int4
+from ..kernels.weights import INT4, MODEL, GroupedWeight, StoredRows, quantise_int4
 from ..models.config import DecoderConfig, ModelConfig
 from ..models.plan import Parameter, fused_layout, plan_of
+from ..models.plan import Source as TensorSource
 from ..models.presets import preset
 from ..progress import progress_bar
 from ..sampling_params import NEUTRAL, SamplingDefaults
@@ -291,15 +293,27 @@ def _parts(
     reader: CheckpointReader, parameter: Parameter, dtype: torch.dtype, *, meta: bool = False
 ) -> Parts:
     """Return the parts of a parameter as the checkpoint stores them; on `meta` none is read."""
-    parts: list[Tensor | GroupedWeight] = []
+    parts: list[Tensor | GroupedWeight | StoredRows] = []
     for source in parameter.sources:
-        part: Tensor | GroupedWeight
         if source.name is None:
-            part = torch.zeros(source.shape, dtype=dtype, device="meta" if meta else None)
-        else:
-            part = reader.stored(source, meta=meta)
+            parts.append(torch.zeros(source.shape, dtype=dtype, device="meta" if meta else None))
+            continue
+        part = reader.stored(source, meta=True)
+        if not meta and isinstance(part, GroupedWeight) and reader.reads_rows:
+            parts.append(StoredRows(part, partial(_read_rows, reader, source)))
+            continue
+        if not meta:
+            part = reader.stored(source)
         parts.append(part.to(dtype) if isinstance(part, Tensor) else part)
     return parts
+
+
+def _read_rows(
+    reader: CheckpointReader, source: TensorSource, first: int, stop: int
+) -> GroupedWeight:
+    part = reader.stored(source.rows(first, stop))
+    assert isinstance(part, GroupedWeight)
+    return part
 
 
 def _in_int4(
@@ -315,7 +329,8 @@ def _in_int4(
         if name in codes:
             assert isinstance(weight, Tensor)
             try:
-                yield name, [quantise_int4(m) for m in weight.chunk(layout[name].matrices)]
+                matrices = weight.chunk(layout[name].matrices)
+                yield name, [quantise_int4(matrix) for matrix in matrices]
             except ValueError as error:
                 sources = bounded_text(", ".join(layout[name].source_names), 300)
                 raise CheckpointError(

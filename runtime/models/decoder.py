@@ -248,10 +248,13 @@ class LayerStack(nn.Module):
         """
         memory = self._packed_memory()
         for name, weight in weights:
-            module, stored = self._as_stored(name, weight)
+            packed = None
+            if memory is not None and not isinstance(weight, Tensor):
+                packed = memory.take(self.kernels.codes[name])
+            module, stored = self._as_stored(name, weight, packed)
             if isinstance(module, Projection) and "weight" in stored:
                 module.dtype = self.dtype
-                if memory is not None:
+                if memory is not None and packed is None:
                     stored["weight"] = memory.place(stored["weight"])
             for leaf, value in stored.items():
                 setattr(module, leaf, nn.Parameter(value, requires_grad=False))
@@ -276,9 +279,12 @@ class LayerStack(nn.Module):
             del weight, stored, value  # before the next one is allocated
 
     def _as_stored(
-        self, name: str, weight: Tensor | Parts
+        self, name: str, weight: Tensor | Parts, packed: Tensor | None = None
     ) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-        """Return the module of a weight, and the values of its attributes on the device."""
+        """Return the module of a weight, and the values of its attributes on the device.
+
+        Parts are written to `packed`; None: to new memory.
+        """
         path, _, leaf = name.rpartition(".")
         module = self.get_submodule(path)
         own = module.dtype if isinstance(module, Vector) else None
@@ -288,8 +294,10 @@ class LayerStack(nn.Module):
                 assert leaf in ("weight", "bias"), name
                 return module, {leaf: weight.to(self.device)}
         assert isinstance(module, Projection)
+        if packed is None and not isinstance(weight, Tensor):
+            packed = torch.empty(self.kernels.codes[name], dtype=torch.uint8)
         try:
-            return module, module.as_stored(weight, self.dtype, self.device)
+            return module, module.as_stored(weight, self.dtype, self.device, packed)
         except ValueError as error:
             raise CheckpointError(self._unfit(name, error)) from error
 

@@ -193,7 +193,11 @@ class Projection(nn.Module):
         """Of the weight as it was before it was quantised."""
 
     def as_stored(
-        self, weight: Tensor | Parts, dtype: torch.dtype, device: torch.device
+        self,
+        weight: Tensor | Parts,
+        dtype: torch.dtype,
+        device: torch.device,
+        packed: Tensor | None = None,
     ) -> dict[str, torch.Tensor]:
         """Return a weight `[out_features, in_features]`, quantised and packed as the kernels want.
 
@@ -201,6 +205,7 @@ class Projection(nn.Module):
             weight: in the model's dtype, or as parts of which some are codes.
             dtype: the model's.
             device: where it is used.
+            packed: uint8 memory for the parts.
 
         The result has the values of the attributes `weight` and, if it is quantised, `scales`. It
         is quantised on `device`, but packed by the processor.
@@ -209,12 +214,11 @@ class Projection(nn.Module):
         """
         if not isinstance(weight, Tensor):
             assert self.kernels.pack_parts is not None, "`Kernels.codes` is empty"
+            assert packed is not None
             each = len(weight) // self.matrices
-            packed = [
-                self.kernels.pack_parts(weight[first : first + each], dtype)
-                for first in range(0, len(weight), each)
-            ]
-            return {"weight": torch.cat(packed).to(device)}
+            for i, memory in enumerate(packed.chunk(self.matrices)):
+                self.kernels.pack_parts(weight[i * each : (i + 1) * each], dtype, memory)
+            return {"weight": packed.to(device)}
         stored: dict[str, torch.Tensor] = {}
         if self.kernels.pack is None:
             weight = weight.to(device)

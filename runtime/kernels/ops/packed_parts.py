@@ -20,14 +20,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import accumulate
-from operator import itemgetter
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..weights.grouped import GroupedFormat, GroupedWeight, Levels, Scales
+from ..choice import Parts
+from ..weights.grouped import GroupedFormat, GroupedWeight, Levels, Scales, StoredRows
 from .linear import BLOCK, can_pack, pack_linear, packed_bytes
 
 _UNIT = 32
@@ -38,8 +38,8 @@ _MAGIC, _HEADER, _PART = 0x317374726170, 6 * 8, 12 * 8
 _LEVELS = 256
 _OUTER = {torch.float16: 1, torch.bfloat16: 2, torch.float32: 3}
 _INNER = {None: 0, torch.int8: 1, torch.uint8: 2, torch.float8_e4m3fn: 3}
-_CODES_AT_A_TIME = 1 << 22
-"""Codes packed at once, which bounds temporary memory."""
+_CODES_AT_A_TIME = 1 << 20
+"""Codes packed at once, which bounds temporary memory and stays in a cache."""
 
 
 class Part(NamedTuple):
@@ -51,10 +51,10 @@ class Part(NamedTuple):
     """None: numbers of the model's dtype."""
 
     @classmethod
-    def of(cls, weight: Tensor | GroupedWeight) -> Part:
+    def of(cls, weight: Tensor | GroupedWeight | StoredRows) -> Part:
         """Return the part that a weight `[N, K]` is."""
         n, k = weight.shape
-        return cls(n, k, weight.format if isinstance(weight, GroupedWeight) else None)
+        return cls(n, k, None if isinstance(weight, Tensor) else weight.format)
 
     @property
     def blocks(self) -> int:
@@ -106,23 +106,31 @@ def packed_parts_bytes(parts: Sequence[Part], dtype: torch.dtype) -> int:
     return _header_bytes(parts) + sum(part.blocks * part.block_bytes(dtype) for part in parts)
 
 
-def parts_bytes(parts: Sequence[Tensor | GroupedWeight], dtype: torch.dtype) -> int | None:
+def parts_bytes(parts: Parts, dtype: torch.dtype) -> int | None:
     """Return the bytes of what `pack_parts` returns, for parts on any device; None where it
     raises."""
     described = [Part.of(part) for part in parts]
     return packed_parts_bytes(described, dtype) if can_pack_parts(described, dtype) else None
 
 
-def pack_parts(parts: Sequence[Tensor | GroupedWeight], dtype: torch.dtype) -> Tensor:
+def pack_parts(parts: Parts, dtype: torch.dtype) -> Tensor:
+    """Return what `pack_parts_into` packs, uint8 `[bytes]`."""
+    size = parts_bytes(parts, dtype)
+    packed = torch.empty(size or 0, dtype=torch.uint8)
+    pack_parts_into(parts, dtype, packed)
+    return packed
+
+
+def pack_parts_into(parts: Parts, dtype: torch.dtype, packed: Tensor) -> None:
     """Pack weights `[N, K]`, the rows of one weight, for a model in `dtype`, to uint8 `[bytes]`.
 
-    Packed weights of equal formats may be concatenated where an operator takes several matrices.
-    Raises ValueError where `can_pack_parts` is False.
+    Rows are read and packed a piece at a time. Packed weights of equal formats may be concatenated
+    where an operator takes several matrices. Raises ValueError where `can_pack_parts` is False.
     """
     described = [Part.of(part) for part in parts]
     if not can_pack_parts(described, dtype):
         raise ValueError(f"parts {described} cannot be packed for {dtype}: decode them")
-    packed = torch.zeros(packed_parts_bytes(described, dtype), dtype=torch.uint8)
+    packed[: _header_bytes(described)] = 0
     _write_header(described, dtype, packed)
     at = _header_bytes(described)
     for part, shape in zip(parts, described, strict=True):
@@ -133,9 +141,10 @@ def pack_parts(parts: Sequence[Tensor | GroupedWeight], dtype: torch.dtype) -> T
             continue
         step = max(1, _CODES_AT_A_TIME // (BLOCK * shape.k))
         for first in range(0, shape.blocks, step):
-            units = _blocks(part.over(itemgetter(slice(first * BLOCK, (first + step) * BLOCK))))
+            stop = min((first + step) * BLOCK, shape.n)
+            units = _blocks(part.rows(first * BLOCK, stop))
             blocks[first : first + step, : units.shape[1]] = units
-    return packed
+            blocks[first : first + step, units.shape[1] :] = 0
 
 
 def _aligned(size: int) -> int:

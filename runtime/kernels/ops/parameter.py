@@ -82,6 +82,10 @@ class Source(NamedTuple):
         """Shape of the rows."""
         return self.shape if self.selection is None else self.selection.shape(self.shape)
 
+    def rows(self, first: int, stop: int) -> Source:
+        """Return the source of some of the rows."""
+        return _cut_source(self, range(first, stop), None)
+
     def read(self, stored: Tensor) -> Tensor:
         """Return the rows from the tensor of the checkpoint; they may be a view of it."""
         return stored if self.selection is None else self.selection.read(stored)

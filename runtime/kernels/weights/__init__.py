@@ -10,7 +10,7 @@ from .bitsandbytes import BitsAndBytes
 from .checkpoint_format import CheckpointFormat, Header
 from .float4 import BLOCKS_MXFP4, GPT_OSS, MODELOPT_NVFP4, MXFP4, NVFP4
 from .gptq import GPTQ
-from .grouped import GroupedWeight
+from .grouped import GroupedWeight, StoredRows
 from .packed_integers import MLX, PackedIntegers
 from .scaled_bytes import ScaledBytes
 from .stored import FP8, INT4, INT8, MODEL, WeightStorage, dequantise, quantise_int4
@@ -25,6 +25,7 @@ __all__ = [
     "CheckpointFormat",
     "GroupedWeight",
     "Header",
+    "StoredRows",
     "WeightStorage",
     "checkpoint_formats",
     "dequantise",

@@ -76,29 +76,19 @@ class CheckpointFormat(ABC):
         Raises:
             ValueError: as `weight`, and for NaN or infinity in the scales.
         """
-        return read_part(self.weight, stored, shape, selection)
+        rows, columns = rows_and_columns(selection)
+        if rows and isinstance(rows[0], ExpertRows):
+            expert = rows[0].expert
+            stored = {suffix: tensor[expert : expert + 1] for suffix, tensor in stored.items()}
+            shape, rows[0] = (1, *shape[1:]), replace(rows[0], expert=0)
+        weight = self.weight(stored, shape)
+        for part in rows:
+            weight = weight.over(part.read)
+        weight.check_scales()
+        return weight if columns is None else weight.columns(columns.start, columns.count)
 
 
-def read_part(
-    unpack: Callable[[Mapping[str, Tensor], Shape], GroupedWeight],
-    stored: Mapping[str, Tensor],
-    shape: Shape,
-    selection: Selection | None,
-) -> GroupedWeight:
-    """Return a part of a weight; see `CheckpointFormat.read`, of which `unpack` is `weight`."""
-    rows, columns = _rows_and_columns(selection)
-    if rows and isinstance(rows[0], ExpertRows):
-        expert = rows[0].expert
-        stored = {suffix: tensor[expert : expert + 1] for suffix, tensor in stored.items()}
-        shape, rows[0] = (1, *shape[1:]), replace(rows[0], expert=0)
-    weight = unpack(stored, shape)
-    for part in rows:
-        weight = weight.over(part.read)
-    weight.check_scales()
-    return weight if columns is None else weight.columns(columns.start, columns.count)
-
-
-def _rows_and_columns(selection: Selection | None) -> tuple[list[Selection], Slice | None]:
+def rows_and_columns(selection: Selection | None) -> tuple[list[Selection], Slice | None]:
     """Return selections of rows, to be made one after the other, and the columns; None: all."""
     match selection:
         case None:
@@ -106,7 +96,7 @@ def _rows_and_columns(selection: Selection | None) -> tuple[list[Selection], Sli
         case Slice(dim=1):
             return [], selection
         case Narrowed(of=of, part=part):
-            rows, columns = _rows_and_columns(of)
+            rows, columns = rows_and_columns(of)
             if part.dim == 0:
                 return [*rows, part], columns
             first = 0 if columns is None else columns.start

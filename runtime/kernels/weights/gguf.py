@@ -9,15 +9,15 @@ Shapes: N output features, S blocks of a row, B bytes of a block, G groups of a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..ops.parameter import Selection, Shape
-from .checkpoint_format import read_part
+from ..ops.parameter import Selection
+from .checkpoint_format import rows_and_columns
 from .grouped import (
     DOUBLED_E2M1,
     INT8,
@@ -87,12 +87,13 @@ class GGUFType:
         return GroupedWeight(self.levels, codes.flatten(-2), self.group, *numbers)
 
     def read(self, blocks: Tensor, selection: Selection | None, scale: float) -> GroupedWeight:
-        """Return a part of the weight; see `CheckpointFormat.read`."""
-
-        def unpack(stored: Mapping[str, Tensor], shape: Shape) -> GroupedWeight:
-            return self.weight(stored["blocks"], scale)
-
-        return read_part(unpack, {"blocks": blocks}, tuple(blocks.shape), selection)
+        """Return a part of the weight; only rows that it has are unpacked."""
+        rows, columns = rows_and_columns(selection)
+        for part in rows:
+            blocks = part.read(blocks)
+        weight = self.weight(blocks, scale)
+        weight.check_scales()
+        return weight if columns is None else weight.columns(columns.start, columns.count)
 
 
 def _fields(packed: Tensor, run: int, bits: int) -> Tensor:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -175,6 +176,10 @@ class GroupedWeight:
             self, codes=convert(self.codes), scales=self.scales.over(convert), minimums=minimums
         )
 
+    def rows(self, first: int, stop: int) -> GroupedWeight:
+        """Return consecutive rows of a matrix."""
+        return self.over(itemgetter(slice(first, stop)))
+
     def check_scales(self) -> None:
         """Raise ValueError if a scale or a minimum is NaN or infinite."""
         for scales in (self.scales, self.minimums):
@@ -227,3 +232,22 @@ class GroupedWeight:
             if minimums is not None:
                 part.sub_(minimums[..., groups, None])
         return numbers
+
+
+class StoredRows(NamedTuple):
+    """A matrix as codes in groups whose rows are read one piece after the other."""
+
+    described: GroupedWeight
+    """The matrix on the device `meta`."""
+    rows: Callable[[int, int], GroupedWeight]
+    """Reads the rows from a first one to before another one."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """`[N, K]`."""
+        return self.described.shape
+
+    @property
+    def format(self) -> GroupedFormat:
+        """What it is but for its shape and its numbers."""
+        return self.described.format
