@@ -112,7 +112,7 @@ def _read_ropes(config: Json, family: Family) -> tuple[Rope, Rope | None]:
                 f"{family.architecture}, not by layer type: " + bounded_repr(dict(parameters))
             )
         # transformers: outside the object it has priority over what is said inside.
-        first = read_optional(config, "original_max_position_embeddings", int)
+        first = read_optional(config, _TRAINED_CONTEXT, int)
         return _full_rope(config, family, parameters, scaling, first), None
     if parameters and not nested:
         raise CheckpointError(
@@ -174,42 +174,35 @@ def _rope_scaling(config: Json, rope: Json, first: int | None) -> RopeScaling:
     kind = cast(RopeType, rope.get("rope_type") or rope.get("type") or "default")
     if kind not in get_args(RopeType) or kind == "default":
         return RopeScaling(type=kind)
+    given = {key: value for key, value in rope.items() if value is not None}
     max_positions = read_field(config, "max_position_embeddings", int)
     if first is None:
-        first = read_field(rope, "original_max_position_embeddings", int, max_positions)
-    # Without a factor: as many times the first training's context as the model has positions.
-    default = max(1.0, max_positions / max(first, 1)) if kind == "longrope" else None
-    scaling: dict[str, Any] = {"factor": read_field(rope, "factor", float, default)}
+        first = read_field(given, _TRAINED_CONTEXT, int, max_positions)
     if kind != "linear":
-        scaling["original_max_position_embeddings"] = max_positions if kind == "dynamic" else first
-    if kind == "llama3":
-        for name in ("low_freq_factor", "high_freq_factor"):
-            scaling[name] = read_field(rope, name, float)
-    if kind == "yarn":
-        scaling["truncate"] = read_field(rope, "truncate", bool, True)
+        given[_TRAINED_CONTEXT] = max_positions if kind == "dynamic" else first
     if kind == "longrope":
-        for name in ("short_factor", "long_factor"):
-            scaling[name] = _read_factors(rope, name)
-    for name in ("mscale_all_dim", *_OPTIONAL.get(kind, ())):
-        if (value := read_optional(rope, name, float)) is not None:
-            scaling[name] = value
+        # Without a factor: as many times the first training's context as the model has positions.
+        given = {"factor": max(1.0, max_positions / max(first, 1)), **given}
+    scaling: dict[str, Any] = {}
+    for name in ("factor", "mscale_all_dim", *_ROPE_KEYS.get(kind, ())):
+        if (value := given.get(name)) is not None:
+            scaling[name] = tuple(value) if isinstance(value, list) else value
+        elif name not in _OPTIONAL:
+            raise CheckpointError(f"the config has no {name}")
     return RopeScaling(type=kind, **scaling)
 
 
-_OPTIONAL: dict[RopeType, tuple[str, ...]] = {
-    "yarn": ("beta_fast", "beta_slow", "mscale", "attention_factor"),
-    "longrope": ("attention_factor",),
+_TRAINED_CONTEXT = "original_max_position_embeddings"
+
+_ROPE_KEYS: dict[RopeType, tuple[str, ...]] = {
+    "dynamic": (_TRAINED_CONTEXT,),
+    "llama3": (_TRAINED_CONTEXT, "low_freq_factor", "high_freq_factor"),
+    "yarn": (_TRAINED_CONTEXT, "truncate", "beta_fast", "beta_slow", "mscale", "attention_factor"),
+    "longrope": (_TRAINED_CONTEXT, "short_factor", "long_factor", "attention_factor"),
 }
+"""Keys of a rope by its type, besides those of all types."""
 
-"""Numbers that a rope may have, by its type."""
-
-
-def _read_factors(rope: Json, name: str) -> tuple[float, ...]:
-    """Read a list of numbers, one for each rotated pair."""
-    values = rope.get(name)
-    if not isinstance(values, list):
-        raise CheckpointError(f"rope {name} must be a list of numbers, not {bounded_repr(values)}")
-    return tuple(read_field({name: value}, name, float) for value in values)
+_OPTIONAL = ("mscale_all_dim", *_ROPE_KEYS["yarn"], "attention_factor")
 
 
 # Reads the keys of a `config.json` that describe its layers and their attention.
