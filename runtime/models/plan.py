@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -78,7 +79,7 @@ def norm(config: ModelConfig, ours: str, theirs: str, *, name: str = "") -> Norm
 
 def linear(
     ours: str,
-    parts: dict[str, int],
+    parts: dict[str, int] | Sequence[tuple[str, int, HeadRows | None]],
     columns: int,
     biased: Container[str] = (),
     *,
@@ -86,20 +87,26 @@ def linear(
     unit: int = 1,
     part: int | None = None,
 ) -> Linear:
-    """A linear layer of `parts` (source -> rows), of which those in `biased` have a bias."""
-    weight = Parameter(
-        f"{ours}.weight",
-        tuple(Source(f"{source}.weight", (n, columns)) for source, n in parts.items()),
-    )
+    """A linear layer of `parts` (source -> rows, or sources with their rows and which of them), of
+    which those in `biased` have a bias."""
+    if isinstance(parts, dict):
+        parts = [(source, rows, None) for source, rows in parts.items()]
+    weight = tuple(Source(f"{source}.weight", (n, columns), rows) for source, n, rows in parts)
     bias = None
-    if any(part in biased for part in parts):
+    if any(source in biased for source, _, _ in parts):
         sources = tuple(
-            Source(f"{source}.bias" if source in biased else None, (n,))
-            for source, n in parts.items()
+            Source(f"{source}.bias" if source in biased else None, (n,), rows)
+            for source, n, rows in parts
         )
         bias = Parameter(f"{ours}.bias", sources)
-    name = f"{ours.rpartition('.')[2]}_linear"
-    return Linear(name=name, weight=weight, bias=bias, split=split, unit=unit, part=part)
+    return Linear(
+        name=f"{ours.rpartition('.')[2]}_linear",
+        weight=Parameter(f"{ours}.weight", weight),
+        bias=bias,
+        split=split,
+        unit=unit,
+        part=part,
+    )
 
 
 # Grouped-query attention as operations, from the layout of a checkpoint.
@@ -170,44 +177,25 @@ def attend(
 
 
 def _qkv(config: ModelConfig, kind: LayerKind) -> Linear:
-    """The projection to queries, keys and values of all heads."""
+    """The projection to queries, keys and values of all heads, with rows ordered for rotation."""
+    names, size, order = config.family.qkv, config.head_dim, _rows_of_head(config, kind.rope)
     heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
-    weight = Parameter(
-        "attention.qkv.weight", _qkv_sources(config, kind, "weight", (config.hidden_size,))
-    )
-    bias = None
-    if config.attention_bias:
-        bias = Parameter("attention.qkv.bias", _qkv_sources(config, kind, "bias", ()))
-    return Linear(name="qkv_linear", weight=weight, bias=bias, split=heads, unit=config.head_dim)
-
-
-def _qkv_sources(
-    config: ModelConfig, kind: LayerKind, leaf: str, columns: tuple[int, ...]
-) -> tuple[Source, ...]:
-    """The tensors of the projection, or of its bias, with rows ordered for rotation."""
-    names = config.family.qkv
-    heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
-    rows = [n * config.head_dim for n in heads]
-    reordered = _rows_of_head(config, kind.rope)
-    if len(names) == 1:
-        shape = (sum(rows), *columns)
-        if reordered is None:
-            return (Source(f"{names[0]}.{leaf}", shape),)
-        as_stored = HeadRows(0, 1, config.head_dim, config.head_dim)
-        order = (reordered, reordered, as_stored)
-        starts = (0, rows[0], rows[0] + rows[1])
-        return tuple(
-            Source(f"{names[0]}.{leaf}", shape, replace(part, start=start, heads=n))
-            for part, start, n in zip(order, starts, heads, strict=True)
-        )
-    return tuple(
-        Source(
-            f"{name}.{leaf}",
-            (n * config.head_dim, *columns),
-            None if reordered is None or part == 2 else replace(reordered, heads=n),
-        )
-        for part, (name, n) in enumerate(zip(names, heads, strict=True))
-    )
+    selected = [None if order is None else replace(order, heads=n) for n in heads[:2]]
+    parts: list[tuple[str, int, HeadRows | None]]
+    if len(names) > 1:
+        rows = [n * size for n in heads]
+        parts = list(zip(names, rows, (*selected, None), strict=True))
+    elif order is None:
+        parts = [(names[0], sum(heads) * size, None)]
+    else:
+        starts = accumulate((n * size for n in heads[:2]), initial=0)
+        as_stored = HeadRows(0, heads[2], size, size)
+        parts = [
+            (names[0], sum(heads) * size, replace(rows, start=start))
+            for rows, start in zip((*filter(None, selected), as_stored), starts, strict=True)
+        ]
+    biased = names if config.attention_bias else ()
+    return linear("attention.qkv", parts, config.hidden_size, biased, split=heads, unit=size)
 
 
 def _rows_of_head(config: ModelConfig, rope: Rope) -> HeadRows | None:

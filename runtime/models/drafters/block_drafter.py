@@ -22,7 +22,6 @@ import torch
 from torch.nn import functional as F
 
 from ....cache.spec import LayerGroup
-from ...bounded_repr import bounded_repr
 from ...errors import CheckpointError, ConfigError
 from ...kernels import Kernels, RaggedBatch
 from ...kernels.ops.kv_storage import write_blocks
@@ -44,6 +43,7 @@ from .drafter import (
     SharedLayers,
     ascending_layers,
     check_fits,
+    check_neutral,
     layer_config,
 )
 
@@ -57,8 +57,12 @@ _ARCHITECTURE = "DFlashDraftModel"
 
 _LAYER_TYPES = ("qwen3",)
 
-_NEUTRAL = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": 0.0}
-"""Fields of later models, with the values at which they do nothing."""
+_NEUTRAL = {
+    "input_embedding_scale": 1.0,
+    "output_multiplier": 1.0,
+    "final_logit_softcapping": 0.0,
+    "attention_bias": False,
+}
 
 
 def is_block_drafter(config: Json) -> bool:
@@ -79,13 +83,7 @@ def block_config(
             "the checkpoint has a candidate_selector: it is of DFlash 2, which is not supported;"
             " use a DFlash model of the first version"
         )
-    for key, neutral in _NEUTRAL.items():
-        if (read_optional(fields, key, float) or neutral) != neutral:
-            raise CheckpointError(
-                f"{key} = {bounded_repr(fields[key])} is not supported, only {neutral} is"
-            )
-    if read_optional(config, "attention_bias", bool):
-        raise CheckpointError("attention_bias is set, which block-parallel drafters cannot have")
+    check_neutral(fields, _NEUTRAL)
     model = layer_config(config, _LAYER_TYPES)
     sizes = ("vocab_size", "hidden_size")
     check_fits(name, {field: (getattr(model, field), getattr(target, field)) for field in sizes})
@@ -100,7 +98,10 @@ def block_config(
             f"mask_token_id = {mask_id} has no embedding in the model, whose tokens are 0 to"
             f" {target.vocab_size - 1}: use a drafter that was trained for this model"
         )
-    aux_layers = _aux_layers(fields, target)
+    key, layers = "target_layer_ids", target.num_layers
+    listed = ascending_layers(key, fields.get(key), layers)
+    # transformers, with which they are trained, norms what it returns of the last layer.
+    aux_layers = tuple(layers if layer == layers - 1 else layer for layer in listed)
     plan = model_plan(model)
     plan = replace(plan, norm=replace(plan.norm, weight=vector("norm", "norm", model.hidden_size)))
     return DrafterConfig(
@@ -128,18 +129,6 @@ def _is_causal(config: Json, model: ModelConfig) -> bool:
             " that is not causal: this is not supported, use another drafter"
         )
     return causal == {True}
-
-
-def _aux_layers(fields: Json, target: ModelConfig) -> tuple[int, ...]:
-    listed, layers = fields.get("target_layer_ids"), target.num_layers
-    aux_layers = ascending_layers(listed, layers)
-    if not aux_layers:
-        raise ConfigError(
-            f"target_layer_ids = {bounded_repr(listed, 100)} must be ascending layers of the model,"
-            f" 0 to {layers - 1}: use a drafter that was trained for this model"
-        )
-    # transformers, with which they are trained, norms what it returns of the last layer.
-    return tuple(layers if layer == layers - 1 else layer for layer in aux_layers)
 
 
 def _parameters(model: ModelConfig, plan: ModelPlan, features: int) -> Iterator[Parameter]:

@@ -39,7 +39,7 @@ from ...kernels.ops.operation import Operation
 from ...kernels.ops.parameter import Parameter
 from ..config import ModelConfig
 from ..decoder import Decoder, LayerStack
-from ..families import FAMILIES, Json, read_field
+from ..families import FAMILIES, Json, read_field, read_optional
 from ..plan import parameter_bytes, rope_kinds
 from ..sharding import ShardedVocabulary
 
@@ -142,12 +142,32 @@ def layer_config(layer: Json, supported: Sequence[str]) -> ModelConfig:
     )
 
 
-def ascending_layers(listed: object, layers: int, offset: int = 0) -> tuple[int, ...]:
-    """Return the listed layers less `offset`; none if they are not ascending or not layers."""
+def check_neutral(config: Json, neutral: Mapping[str, bool | float]) -> None:
+    """Raise `CheckpointError` for the first key that has another value than the one at which it
+    changes nothing."""
+    for key, value in neutral.items():
+        if read_optional(config, key, type(value)) not in (None, value):
+            raise CheckpointError(
+                f"{key} = {config[key]} of a drafter is not supported, only {value} is: use a"
+                " drafter without it"
+            )
+
+
+def ascending_layers(key: str, listed: object, layers: int, offset: int = 0) -> tuple[int, ...]:
+    """Return layers of the target less `offset`, from a list with its key in `config.json`.
+
+    Raises `ConfigError` if there are none, or they are not ascending, or not layers.
+    """
     given = listed if isinstance(listed, list) else []
     found = tuple(layer - offset for layer in given if type(layer) is int)
     ascending = all(before < after for before, after in pairwise((-1, *found, layers)))
-    return found if ascending and len(found) == len(given) else ()
+    if not found or not ascending or len(found) != len(given):
+        raise ConfigError(
+            f"{key} = {bounded_repr(listed, 100)} must be ascending layers of the model, {offset}"
+            f" to {layers - 1 + offset}: use a drafter that was trained for this model, or correct"
+            " the key in its config.json"
+        )
+    return found
 
 
 def within_window(plan: ModelPlan, window: int | None) -> ModelPlan:

@@ -32,7 +32,7 @@ from ...kernels.ops.parameter import Shape
 from ...kernels.ops.stack import DecoderStack
 from ..config import ModelConfig
 from ..decoder import Decoder
-from ..families import FAMILIES, Json, read_field, read_optional
+from ..families import FAMILIES, Json, read_field
 from ..plan import matrix, model_plan, vector
 from .drafter import (
     DrafterConfig,
@@ -45,6 +45,7 @@ from .drafter import (
     TokenProjection,
     ascending_layers,
     check_fits,
+    check_neutral,
     layer_config,
 )
 
@@ -61,6 +62,8 @@ _LAYER_TYPES = ("llama", "qwen3")
 
 _VARIANTS = ("norm_before_fc", "fc_norm", "norm_output")
 """Flags of later variants that change what a head computes."""
+
+_AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
 
 _EMBEDDING, _HEAD, _TO_TARGET = "embed_tokens.weight", "lm_head.weight", "d2t"
 
@@ -82,11 +85,7 @@ def eagle3_config(
     layer = config.get("transformer_layer_config") if speculators else config
     if not isinstance(layer, dict):
         raise CheckpointError(f"transformer_layer_config must be an object, not {type(layer)}")
-    for flag in _VARIANTS:
-        if read_optional(config, flag, bool):
-            raise CheckpointError(
-                f"{flag} is set: this variant of EAGLE-3 is not supported, use a head without it"
-            )
+    check_neutral(config, dict.fromkeys(_VARIANTS, False))
     model = layer_config(layer, _LAYER_TYPES)
     of_target = read_field(config, "target_hidden_size", int, target.hidden_size)
     sizes = {
@@ -157,27 +156,14 @@ def _aux_layers(config: Json, target: ModelConfig) -> tuple[int, ...]:
     `eagle_config` lists them, as SGLang reads it. At the top level, and by default, vLLM lists the
     layers whose inputs they are.
     """
-    layers = target.num_layers
-    nested = config.get("eagle_config")
-    listed = nested.get("eagle_aux_hidden_state_layer_ids") if isinstance(nested, dict) else None
-    if isinstance(nested, dict) and nested.get("use_aux_hidden_state") is False:
-        raise CheckpointError(
-            "eagle_config has use_aux_hidden_state = false: this variant is not supported"
-        )
-    offset = 0
-    if listed is None:
-        listed, offset = config.get("eagle_aux_hidden_state_layer_ids"), 1
+    layers, listed, offset = target.num_layers, config.get(_AUX_LAYERS), 1
+    if isinstance(nested := config.get("eagle_config"), dict):
+        check_neutral(nested, {"use_aux_hidden_state": True})
+        if (own := nested.get(_AUX_LAYERS)) is not None:
+            listed, offset = own, 0
     if listed is None:
         listed = [2, layers // 2, layers - 3]
-    aux_layers = ascending_layers(listed, layers, offset)
-    if not aux_layers:
-        raise ConfigError(
-            f"the head reads the outputs of layers {bounded_repr(listed, 100)} (less {offset}),"
-            f" which must be ascending layers of the model, 0 to {layers - 1}: use a head that was"
-            " trained for this model, or set eagle_config.eagle_aux_hidden_state_layer_ids in its"
-            " config.json"
-        )
-    return aux_layers
+    return ascending_layers(_AUX_LAYERS, listed, layers, offset)
 
 
 def _first_layer(layer: LayerPlan, hidden: int, residual_normed: bool) -> Iterator[Operation]:
