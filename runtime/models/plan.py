@@ -134,11 +134,10 @@ class LayerKind(NamedTuple):
 def attention(config: ModelConfig, kind: LayerKind) -> Iterator[Operation]:
     """Grouped-query attention (Ainslie et al. 2023), with norms of queries and keys or without."""
     yield _qkv(config, kind)
-    qk_norm = config.family.qk_norm
-    if qk_norm == "unweighted":
-        if config.norms_rotated and kind.rope != UNROTATED:
-            yield _unweighted_qk_norm(config)
-    elif qk_norm != "none":
+    normed = config.family.qk_norm
+    if normed == "unweighted" and (not config.use_qk_norm or kind.rope == UNROTATED):
+        normed = "none"
+    if normed != "none":
         yield _qk_norm(config, kind)
     yield Rotate(name="rotate", kind=kind.rope_kind)
     scale = config.attention_multiplier
@@ -208,43 +207,34 @@ def _rows_of_head(config: ModelConfig, rope: Rope) -> HeadRows | None:
 
 
 def _qk_norm(config: ModelConfig, kind: LayerKind) -> QKNorm:
-    all_heads = config.family.qk_norm == "all_heads"
-    order = _rows_of_head(config, kind.rope)
+    """The norm of queries and keys, before the rotation.
 
-    theirs = dict(zip(("q_norm", "k_norm"), config.family.qk_norm_names, strict=True))
+    A model with a norm without weight has it after the rotation. A rotation of amplitude a
+    multiplies a head by a. Norming it with epsilon e is norming the unrotated head with e / a**2,
+    so `ModelConfig.rope` has amplitude 1 in these layers.
+    """
+    family, eps, order = config.family, config.rms_norm_eps, _rows_of_head(config, kind.rope)
+    all_heads, unweighted = family.qk_norm == "all_heads", family.qk_norm == "unweighted"
+    if unweighted:
+        eps /= config.rope_scaling.amplitude**2
 
-    def weight(name: str, heads: int) -> Parameter:
+    def weight(name: str, theirs: str, heads: int) -> Parameter:
         own = heads if all_heads else 1
-        selection = None if order is None else replace(order, heads=own)
-        source = Source(f"self_attn.{theirs[name]}.weight", (own * config.head_dim,), selection)
+        source = Source(None, (config.head_dim,))
+        if not unweighted:
+            selection = None if order is None else replace(order, heads=own)
+            stored = f"self_attn.{theirs}.weight"
+            source = Source(stored, (own * config.head_dim,), selection)
         return Parameter(f"attention.{name}.weight", (source,))
 
+    q_norm, k_norm = family.qk_norm_names
     return QKNorm(
         name="qk_norm",
-        q=weight("q_norm", config.num_heads),
-        k=weight("k_norm", config.num_kv_heads),
-        eps=config.rms_norm_eps,
-        offset=config.family.offset_norms,
+        q=weight("q_norm", q_norm, config.num_heads),
+        k=weight("k_norm", k_norm, config.num_kv_heads),
+        eps=eps,
+        offset=family.offset_norms or unweighted,
         all_heads=all_heads,
-    )
-
-
-def _unweighted_qk_norm(config: ModelConfig) -> QKNorm:
-    """A norm without weight, which the model has after the rotation.
-
-    A rotation of amplitude a multiplies a head by a. Norming it with epsilon e is norming the
-    unrotated head with e / a**2, so `ModelConfig.rope` has amplitude 1 in these layers.
-    """
-
-    def weight(name: str) -> Parameter:
-        return Parameter(f"attention.{name}.weight", (Source(None, (config.head_dim,)),))
-
-    return QKNorm(
-        name="qk_norm",
-        q=weight("q_norm"),
-        k=weight("k_norm"),
-        eps=config.rms_norm_eps / config.rope_scaling.amplitude**2,
-        offset=True,
     )
 
 
@@ -302,11 +292,20 @@ def activate(config: ModelConfig, features: int) -> Activate:
 
 
 def experts(config: ModelConfig, moe: ExpertsConfig) -> Experts:
-    """The operation of a layer with experts; its value is the sum of theirs."""
+    """The operation of a layer with experts; its value is the sum of theirs.
+
+    Its weights are `[(R + S) * 2F, D]` and `[(R + S) * D, F]`: of the routed experts, then of the
+    shared ones, which are slices of one MLP in a checkpoint.
+    """
     traits = config.family.experts
     assert traits is not None, "only families with experts have an `ExpertsConfig`"
     hidden, width, routed = config.hidden_size, moe.moe_intermediate_size, moe.num_experts
-    total, first = routed + moe.n_shared_experts, traits.layouts[0]
+    always, first = moe.n_shared_experts, traits.layouts[0]
+    slices = [(expert * width, width) for expert in range(always)]
+
+    def of_shared(name: str, axis: int, part: tuple[int, int]) -> Source:
+        stored = (hidden, always * width) if axis else (always * width, hidden)
+        return Source(f"{traits.shared}.{name}.weight", stored, Slice(axis, *part))
 
     def parameter(
         name: str, shape: Shape, sources: Callable[[ExpertLayout], Iterable[Source]], **more: Any
@@ -315,10 +314,21 @@ def experts(config: ModelConfig, moe: ExpertsConfig) -> Experts:
         own, *others = dict.fromkeys(tuple(sources(layout)) for layout in traits.layouts)
         return Parameter(f"experts.{name}", own, shape, alternatives=tuple(others), **more)
 
-    def bias(name: str, weight: str, rows: Sequence[ExpertRows], size: int) -> Parameter | None:
+    def gate_up(layout: ExpertLayout) -> Iterator[Source]:
+        shape = (2 * width, hidden)
+        yield from _of_experts(layout, layout.gate_up, routed, shape, layout.interleaved)
+        for part in slices:
+            yield from (of_shared(name, 0, part) for name in ("gate_proj", "up_proj"))
+
+    def down(layout: ExpertLayout) -> Iterator[Source]:
+        yield from _of_experts(layout, (layout.down,), routed, (hidden, width))
+        yield from (of_shared("down_proj", 1, part) for part in slices)
+
+    def bias(name: str, weight: str, size: int, interleaved: bool = False) -> Parameter | None:
         if not traits.biases:
             return None
         stored = weight.removesuffix("_blocks") + "_bias"
+        rows = _expert_rows(routed, size, interleaved)
         sources = tuple(Source(stored, (routed, size), part) for part in rows)
         return Parameter(f"experts.{name}.bias", sources, (routed * size,))
 
@@ -332,80 +342,53 @@ def experts(config: ModelConfig, moe: ExpertsConfig) -> Experts:
     if traits.correction:
         source = Source(traits.correction, (routed,))
         correction = Parameter("experts.correction.weight", (source,), dtype=torch.float32)
+    total = routed + always
     return Experts(
         name="experts",
         router=router("weight", (routed, hidden), exact=True),
         gate_up=parameter(
-            "gate_up.weight",
-            (total * 2 * width, hidden),
-            lambda layout: _gate_up(moe, hidden, layout, traits.shared),
-            matrices=2 * total,
+            "gate_up.weight", (total * 2 * width, hidden), gate_up, matrices=2 * total
         ),
-        down=parameter(
-            "down.weight",
-            (total * hidden, width),
-            lambda layout: _down(moe, hidden, layout, traits.shared),
-            matrices=total,
-        ),
+        down=parameter("down.weight", (total * hidden, width), down, matrices=total),
         routing=moe.routing,
         activate=activate(config, width),
         router_bias=router("bias", (routed,)) if traits.router_bias else None,
         correction=correction,
-        gate_up_bias=bias(
-            *("gate_up", first.gate_up[0]),
-            list(_gate_up_rows(routed, width, replace(first, transposed=False))),
-            2 * width,
-        ),
-        down_bias=bias(
-            *("down", first.down), [ExpertRows(i, 0, hidden) for i in range(routed)], hidden
-        ),
-        shared=moe.n_shared_experts,
+        gate_up_bias=bias("gate_up", first.gate_up[0], 2 * width, first.interleaved),
+        down_bias=bias("down", first.down, hidden),
+        shared=always,
         scaled_inputs=traits.scaled_inputs,
     )
 
 
-def _gate_up(
-    moe: ExpertsConfig, hidden: int, layout: ExpertLayout, shared: str
+def _of_experts(
+    layout: ExpertLayout,
+    names: tuple[str, ...],
+    routed: int,
+    shape: tuple[int, int],
+    interleaved: bool = False,
 ) -> Iterator[Source]:
-    """`[(R + S) * 2F, D]`: of the routed experts, then of those in the MLP `shared`."""
-    width, always = moe.moe_intermediate_size, moe.n_shared_experts
+    """Yield the tensors of the routed experts; `shape` is of all `names` of one expert."""
+    rows, columns = shape
     if layout.is_stacked:
-        stored = (hidden, 2 * width) if layout.transposed else (2 * width, hidden)
-        for rows in _gate_up_rows(moe.num_experts, width, layout):
-            yield Source(layout.gate_up[0], (moe.num_experts, *stored), rows)
-    else:
-        for expert in range(moe.num_experts):
-            for name in layout.gate_up:
-                yield Source(name.format(expert), (width, hidden))
-    for expert in range(always):
-        for name in ("gate_proj", "up_proj"):
-            part = Slice(0, expert * width, width)
-            yield Source(f"{shared}.{name}.weight", (always * width, hidden), part)
-
-
-def _down(moe: ExpertsConfig, hidden: int, layout: ExpertLayout, shared: str) -> Iterator[Source]:
-    """`[(R + S) * D, F]`, as `_gate_up`."""
-    width, always = moe.moe_intermediate_size, moe.n_shared_experts
-    stored = (width, hidden) if layout.transposed else (hidden, width)
-    for expert in range(moe.num_experts):
-        if layout.is_stacked:
-            rows = ExpertRows(expert, 0, hidden, transposed=layout.transposed)
-            yield Source(layout.down, (moe.num_experts, *stored), rows)
-        else:
-            yield Source(layout.down.format(expert), stored)
-    for expert in range(always):
-        columns = Slice(1, expert * width, width)
-        yield Source(f"{shared}.down_proj.weight", (hidden, always * width), columns)
-
-
-def _gate_up_rows(routed: int, width: int, layout: ExpertLayout) -> Iterator[ExpertRows]:
-    """Yield the rows of each expert's gate and up in a stacked tensor, or its bias."""
+        stored = (columns, rows) if layout.transposed else shape
+        for part in _expert_rows(routed, rows, interleaved, layout.transposed):
+            yield Source(names[0], (routed, *stored), part)
+        return
     for expert in range(routed):
-        if layout.interleaved:
-            yield ExpertRows(expert, 0, width, 2, layout.transposed)
-            yield ExpertRows(expert, 1, width, 2, layout.transposed)
-        else:
-            yield ExpertRows(expert, 0, 2 * width, 1, layout.transposed)
+        for name in names:
+            yield Source(name.format(expert), (rows // len(names), columns))
+
+
+def _expert_rows(
+    routed: int, rows: int, interleaved: bool, transposed: bool = False
+) -> Iterator[ExpertRows]:
+    """Yield the rows of each expert in a stacked tensor, or its bias; of gate and up one by one if
+    they alternate."""
+    step = 2 if interleaved else 1
+    for expert in range(routed):
+        for start in range(step):
+            yield ExpertRows(expert, start, rows // step, step, transposed)
 
 
 # Multi-head latent attention as operations.
