@@ -514,8 +514,7 @@ class StepLoop:
         else:
             speculator.begin_plan(plan.decode)
         if drafts or speculator.unread:
-            sizes = speculator.sizes(len(plan.decode))
-            self.scheduler.verify(plan, drafts, speculator.unread, sizes)
+            self.scheduler.verify(plan, drafts, speculator.unread)
         drafter = self.runner.drafter
         if drafter is None:
             return
@@ -547,10 +546,11 @@ class StepLoop:
             self._arrived_ns = arrived
             if self.step_budget is not None and step.plan.prefill and step.plan.decode:
                 self.step_budget.observe(step.plan, seconds)
-            if self.speculator is not None:
-                self.speculator.committed(step.plan, step.advanced, seconds)
+            took = 0.0
             if self._times is not None and step.plan.timed:
-                self._times.learn(step.plan, seconds)
+                took = self._times.learn(step.plan, seconds)
+            if self.speculator is not None:
+                self.speculator.committed(step.plan, step.advanced, took)
             if step.advanced is not None:
                 self._take_back(step.plan, step.advanced)
             if step.plan.prefill and step.plan.scored_tokens:

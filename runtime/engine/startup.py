@@ -131,7 +131,7 @@ def measured_times(
         context=min(CONTEXT, config.max_model_len // 2),
         useful_seconds=LONG_STEP if target is None else target / 1e3,
         tokens=None if target is None else sizes.tokens,
-        verifying=sizes.verifying,
+        verifying=None if config.speculation is None else sizes.verifying,
         proposing=sizes.proposing,
         padded=not runner.functions.ragged,
     )
@@ -698,8 +698,7 @@ def make_loop(parts: EngineParts) -> StepLoop:
         step_budget = StepBudget(config.user.max_itl_ms, times)
     if times is not None and config.speculation is not None:
         kind = DrafterSpeculator if config.speculation.uses_drafter else LookupSpeculator
-        is_async, sizes = config.is_async_device, parts.runner.sizes.verifying
-        speculator = kind(config.speculation, sizes, times, is_async_device=is_async)
+        speculator = kind(config.speculation, times, is_async_device=config.is_async_device)
     cache = KVCache(
         parts.groups,
         parts.plan.num_blocks,

@@ -240,7 +240,7 @@ class PlanParts:
             stop = max(r.num_computed + n for r, n in zip(decode, counts, strict=False))
             key = self._sizes.key(
                 *("decode", len(decode), self._blocks(stop, plan.proposes), self._full_sampler),
-                plan.tokens_per_row,
+                max(plan.decode_counts, default=1),
                 drafts=plan.proposes,
                 masked=self._masked,
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -170,9 +171,12 @@ class StepSizes:
     ) -> StepKey:
         """Return the key of the smallest step of at least these sizes; see `StepKey`.
 
-        `tokens_per_row` is 1, or one of `verifying`. `drafts` is 0 for a `masked` step; else it may
-        be `proposing`, of one row in a prefill step.
+        `tokens_per_row` is at most the largest of `verifying`. `drafts` is 0 for a `masked` step;
+        else it may be `proposing`, of one row in a prefill step.
         """
+        if tokens_per_row > 1:
+            fitting = bisect_left(self.tokens_per_row, tokens_per_row)
+            tokens_per_row = self.tokens_per_row[fitting]
         size = _fit(self.rows if phase == "decode" else self.tokens, size)
         width = _fit(self.read_blocks, read_blocks)
         return StepKey(phase, size, width, full_sampler, tokens_per_row, drafts, masked)

@@ -82,12 +82,10 @@ class StepPlan:
     decode: list[Request] = field(default_factory=list)
     """Decoding requests. The same list object while no request joins or leaves, so that decode
     steps need no work per row."""
-    tokens_per_row: int = 1
-    """Tokens of each row of `decode`: 1, or 1 + k in a verify step."""
     decode_counts: Sequence[int] = ()
-    """Verify steps: valid tokens of each row, 1 to `tokens_per_row`; the rest is padding."""
+    """Verify steps: the tokens of each row of `decode`, its newest one and its drafts."""
     drafts: Sequence[Sequence[int]] = ()
-    """Verify steps: the drafts of each row, one fewer than its valid tokens. Empty if the rows
+    """Verify steps: the drafts of each row, one fewer than its tokens. Empty if the rows
     verify the drafts that they keep on the device, which the host has not read."""
     proposes: int = 0
     """Drafts of each row that a drafter proposes at the end of the step."""

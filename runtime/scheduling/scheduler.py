@@ -429,11 +429,7 @@ class Scheduler:
         self._publisher.withdraw(request)
 
     def verify(
-        self,
-        plan: StepPlan,
-        drafts: Sequence[Sequence[int]],
-        unread: Sequence[int],
-        sizes: Sequence[int],
+        self, plan: StepPlan, drafts: Sequence[Sequence[int]], unread: Sequence[int]
     ) -> None:
         """Let the decoding rows of a plan verify drafts, as far as blocks and tokens are free.
 
@@ -446,7 +442,6 @@ class Scheduler:
             plan: the current plan.
             drafts: of each of `plan.decode`; may be empty.
             unread: number of drafts of each row, if the rows keep them on the device instead.
-            sizes: tokens per row of the verify steps that exist for this number of rows, ascending.
         """
         spare = self.max_batch_tokens - plan.prefill_tokens - len(plan.decode)
         counts = []
@@ -454,10 +449,9 @@ class Scheduler:
             count = _next_count(request, 1 + max(0, min(most, spare // len(plan.decode))))
             grown = count > 1 and self._grow_decoding(plan, request, count, count)
             counts.append(count if grown else 1)
-        if (most := max(counts)) > 1:
+        if max(counts) > 1:
             plan.decode_counts = counts
             plan.drafts = [own[: n - 1] for own, n in zip(drafts, counts, strict=False)]
-            plan.tokens_per_row = next(size for size in sizes if size >= most)
 
     def propose(self, plan: StepPlan, drafts: int, group: int) -> None:
         """Let a drafter propose `drafts` tokens for each decoding row of a plan.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar
 
@@ -33,7 +33,7 @@ from ..speculation.request_drafter import (
     probability_class,
 )
 from .plan import Proposed, RowSpan, StepPlan
-from .step_times import LARGEST_ERROR, DraftTimes, StepTimes
+from .step_times import DraftTimes, StepTimes
 
 # Drafts of an output that follows a grammar. No torch.
 
@@ -186,8 +186,6 @@ class Speculator(ABC):
 
     config: Speculation
     """The method, and whether to choose."""
-    sizes: Callable[[int], Sequence[int]]
-    """Returns the tokens per row that verify steps of that number of rows exist for."""
     times: StepTimes
     """The times of decode steps and of steps with drafts."""
     _: KW_ONLY
@@ -255,15 +253,15 @@ class Speculator(ABC):
         """
         self.begin_plan(requests)
         adaptive, has_grammar = self.config.adaptive, self._has_grammar
-        sizes = self.sizes(len(requests))
-        if not sizes:
+        times = self.times.with_drafts(requests)
+        most, drafts = times.most_drafts, self.config.num_speculative_tokens
+        if not most:
             return ()
         if adaptive and self._since_timed >= TIMED_AFTER and not has_grammar:
             return ()  # decode steps are to be timed
         guesses = self._guesses(requests)
         if not guesses:
             return ()
-        most, drafts = sizes[-1] - 1, self.config.num_speculative_tokens
         if has_grammar:
             rows = zip(requests, guesses, strict=True)
             guesses = [with_grammar(request, guess, drafts) for request, guess in rows]
@@ -271,7 +269,6 @@ class Speculator(ABC):
             guesses = [guess.first(most) for guess in guesses]
         counts = [len(guess.chances) for guess in guesses]
         if adaptive and any(counts):
-            times = self.times.with_drafts(requests)
             otherwise = 1.0 if has_grammar else self._undrafted(times)
             counts = choose_drafts([guess.chances for guess in guesses], times, otherwise)
         verifies = any(counts)
@@ -325,15 +322,19 @@ class Speculator(ABC):
         self._plain += 1
         if self._plain == TIMED_STEPS:
             self._since_timed = 0
-        if not 1 < self._plain <= TIMED_STEPS:
+        # A latency budget needs the time of every step.
+        if self.times.prefill is None and not 1 < self._plain <= TIMED_STEPS:
             plan.timed = 0 if self._plain % UNTIMED else UNTIMED
 
     @abstractmethod
     def _note_rows(self, plan: StepPlan) -> None:
         """Note the rows of a launched step that prefills, or may leave drafts on the device."""
 
-    def committed(self, plan: StepPlan, advanced: Sequence[int] | None, seconds: float) -> None:
-        """Count what a step accepted, and what its time gained; once for every launched step."""
+    def committed(self, plan: StepPlan, advanced: Sequence[int] | None, took: float) -> None:
+        """Count what a step accepted, and what its time gained; once for every launched step.
+
+        `took`: its time in decode steps, see `StepTimes.learn`; 0.0 if that is not known.
+        """
         if advanced is not None:
             self._verify_steps += 1
             for tokens, count in zip(plan.decode_counts, advanced, strict=True):
@@ -341,19 +342,15 @@ class Speculator(ABC):
                 for index in range(tokens - 1):
                     self._drafted[index] += 1
                     self._accepted[index] += index < count - 1
-        drafts = plan.decode_counts or plan.proposes
-        if not (plan.timed and (drafts or plan.lookup_ns)):
+        if not (took and (plan.decode_counts or plan.proposes or plan.lookup_ns)):
             return
-        decode, rows, expected = self.times.decode_seconds(plan.decode), len(plan.decode), 1.0
-        if drafts:
-            expected = self.times.with_drafts(plan.decode).of(plan)
-        took = expected  # with a chunk of prefill, the step took longer
-        if not plan.prefill:
-            self._since_timed += 1
-            took += min(seconds / decode - expected, LARGEST_ERROR * expected)
-        reached = rows if advanced is None else sum(advanced)
-        lookup = LOOKUP_PRICE * min(plan.lookup_ns / 1e9 / decode, LARGEST_DELAY)
-        self._credit = min(self._credit + reached / rows - took - lookup, self.most_credit)
+        self._since_timed += not plan.prefill
+        rows = len(plan.decode)
+        gained = (rows if advanced is None else sum(advanced)) / rows - took
+        if plan.lookup_ns:
+            lookup = plan.lookup_ns / 1e9 / self.times.decode_seconds(plan.decode)
+            gained -= LOOKUP_PRICE * min(lookup, LARGEST_DELAY)
+        self._credit = min(self._credit + gained, self.most_credit)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -438,14 +435,14 @@ class DrafterSpeculator(Speculator):
         show whether this text is easier to predict, and no decode step is longer for them.
         """
         ending = [chunk.request for chunk in chunks if chunk.samples]
-        sizes = self.sizes(1)
-        if not sizes or all(request.num_unsampled <= 1 for request in ending):
+        most = self.times.drafts[False][0].most_drafts  # of a row alone
+        if not most or all(request.num_unsampled <= 1 for request in ending):
             return 0
         if any(request.matcher is not None for request in ending):
             return 0
         if self._paused and (self.is_async_device or self._credit < -MOST_DRAFTER_DEFICIT):
             return 0
-        return min(self.config.num_speculative_tokens, sizes[-1] - 1)
+        return min(self.config.num_speculative_tokens, most)
 
     def _guess(self, request: Request) -> Guess:
         """Return what may follow a request's newest token."""

@@ -167,6 +167,8 @@ class DraftTimes:
         """Of the measured steps, ascending."""
         self.multiples = [max(multiples[n], 1.0) for n in sorted(multiples)]
         """Time of each of them, as a multiple of a decode step's."""
+        self.most_drafts = max(multiples) - 1
+        """That steps verify of a row."""
         self._corrected = 0
 
     def of(self, plan: StepPlan) -> float:
@@ -179,8 +181,12 @@ class DraftTimes:
         own = self.multiples
         return own[at] if weight == 1.0 else own[at] * weight + own[at - 1] * (1 - weight)
 
-    def correct(self, plan: StepPlan, multiple: float) -> None:
-        """Correct the prediction for a step that took this multiple of a decode step's time."""
+    def correct(self, plan: StepPlan, multiple: float) -> float:
+        """Correct the prediction for a step that took this multiple of a decode step's time.
+
+        Returns the multiple, or where a step took far longer than predicted, the largest one that
+        counts.
+        """
         at, weight = self._between(self._computed(plan))
         predicted = self.multiples[at] * weight + self.multiples[at - 1] * (1 - weight)
         error = clipped(multiple / predicted - 1, 1.0)
@@ -190,6 +196,7 @@ class DraftTimes:
             share = weight if point == at else 1 - weight if point == at - 1 else 0.0
             change = error * (common + DRAFT_GAIN * share) - FADING * (share == 0.0)
             self.multiples[point] = max(before * (1 + change), 1.0)
+        return min(multiple, predicted * (1 + LARGEST_ERROR))
 
     def fade(self, steps: int) -> None:
         """Lower the times for a number of decode steps."""
@@ -199,7 +206,8 @@ class DraftTimes:
     def _computed(self, plan: StepPlan) -> int:
         """Return the tokens that a step computes, padding included."""
         if self.padded:
-            return self.size * plan.tokens_per_row
+            tokens = self.size * max(plan.decode_counts, default=1)
+            return self.tokens[bisect_left(self.tokens, tokens)]
         return plan.decode_tokens + self.size - len(plan.decode)
 
     def _between(self, tokens: int) -> tuple[int, float]:
@@ -273,8 +281,12 @@ class StepTimes:
         seconds = self.decode_seconds(plan.decode) if plan.decode else 0.0
         return seconds + (self.prefill_seconds(plan.prefill) if plan.prefill else 0.0)
 
-    def learn(self, plan: StepPlan, seconds: float) -> None:
+    def learn(self, plan: StepPlan, seconds: float) -> float:
         """Correct the predictions by the time of a step. Invalid times are ignored and counted.
+
+        Returns the time of its decoding rows in decode steps: of a step with drafts and prefill, as
+        predicted. Of what it took longer than predicted, at most `LARGEST_ERROR` counts. 0.0 if the
+        time is invalid.
 
         A mixed step corrects the prefill part, because decode-only steps determine the decode part.
         After many mixed steps without a decode-only step, both parts share the error. Steps with
@@ -282,29 +294,26 @@ class StepTimes:
         """
         if not 0 < seconds < math.inf:
             self.ignored += 1
-            return
-        drafts = plan.decode_counts or plan.proposes
-        if plan.prefill and (drafts or self.prefill is None):
-            return
-        if plan.lookup_ns and not drafts:  # a lookup in vain may have delayed the step
-            return
+            return 0.0
         decode = self.decode_seconds(plan.decode) if plan.decode else 0.0
         self._steps += plan.timed
-        if drafts:
-            self.with_drafts(plan.decode).correct(plan, seconds / decode)
-            return
+        if plan.decode_counts or plan.proposes:
+            times = self.with_drafts(plan.decode)
+            return times.of(plan) if plan.prefill else times.correct(plan, seconds / decode)
         if not plan.prefill:
             self._mixed = 0
             self.decode[self._full].correct(len(plan.decode), self._attended, seconds - decode)
             if self.drafts:
                 self.with_drafts(plan.decode).fade(plan.timed)
-            return
+            return min(seconds / decode, 1 + LARGEST_ERROR)
+        if self.prefill is None:
+            return 1.0
         prefill = self.prefill_seconds(plan.prefill)
         error = seconds - decode - prefill
         if plan.scored_tokens:  # its error is attributed to scoring, which nothing calibrates
             error = SCORE_RATE * error / plan.scored_tokens
             self._score_seconds = max(0.0, self._score_seconds + error)
-            return
+            return 1.0
         if plan.decode:
             self._mixed += 1
             if self._mixed > SHARE_AFTER:
@@ -312,6 +321,7 @@ class StepTimes:
                 self.decode[self._full].correct(len(plan.decode), self._attended, part)
                 error -= part
         self.of_prefill(plan.prefill).correct(*self._computed_by(plan.prefill), error)
+        return 1.0
 
     def seconds_with_drafts(self) -> list[dict[str, float]]:
         """Return the present times by "rows x tokens per row", for each sampler."""
@@ -371,7 +381,7 @@ def calibrate(
     context: int,
     useful_seconds: float,
     tokens: Buckets | None = None,
-    verifying: Callable[[int], Sequence[int]] = lambda rows: (),
+    verifying: Callable[[int], Sequence[int]] | None = None,
     proposing: Callable[[int], int] = lambda rows: 0,
     padded: bool = True,
 ) -> StepTimes:
@@ -391,7 +401,7 @@ def calibrate(
         context: positions before the tokens of steps that measure the time of attention.
         useful_seconds: steps that twice took far longer are measured twice only.
         tokens: buckets of prefill steps; None: these are not measured.
-        verifying: number of rows -> tokens per row of verify steps.
+        verifying: number of rows -> tokens per row of verify steps; None: without speculation.
         proposing: number of rows -> drafts that steps with drafts propose.
         padded: see `DraftTimes`.
     """
@@ -400,7 +410,7 @@ def calibrate(
         phases["prefill"] = tokens
     # The middle bucket: large enough to show attention, and cheap to measure.
     far = {p: Point(p, sizes.sizes[len(sizes) // 2], context) for p, sizes in phases.items()}
-    speculates = any(map(verifying, rows))
+    drafted = {size: (1, *verifying(size)) for size in rows} if verifying is not None else {}
     began = time.perf_counter()
     fastest = dict.fromkeys(
         (
@@ -409,8 +419,8 @@ def calibrate(
             *(Point("decode", size, full_sampler=True) for size in rows),
             *(
                 Point("decode", size, 0, n, proposing(size))
-                for size in rows
-                for n in ((1, *verifying(size)) if speculates else ())
+                for size, counts in drafted.items()
+                for n in counts
             ),
         ),
         math.inf,
@@ -452,15 +462,15 @@ def calibrate(
         decode = fastest[Point("decode", size)] + sampled
         multiples = {
             n: (fastest[Point("decode", size, 0, n, proposing(size))] + n * sampled) / decode
-            for n in (1, *verifying(size))
+            for n in drafted[size]
         }
         return DraftTimes(size, multiples, padded=padded)
 
-    drafts = [[draft_times(size, full * extra(size)) for size in rows] for full in (False, True)]
+    drafts = [[draft_times(size, full * extra(size)) for size in drafted] for full in (False, True)]
     return StepTimes(
         times_of("decode", GAIN),
         reach,
         prefill=None if tokens is None else times_of("prefill", GAIN_EARLY),
-        drafts=drafts if speculates else (),
+        drafts=drafts if drafted else (),
         calibration_seconds=calibration_seconds,
     )

@@ -310,7 +310,7 @@ class FakeRunner:
             for group, column, block in cache.table_of(request.id):
                 assert device.tables[group][row][column] == block, "the device has another table"
         sampled, advanced = [], None
-        if plan.tokens_per_row > 1:
+        if plan.decode_counts:
             device.written.clear()
             rows = zip_longest(plan.decode, plan.decode_counts, plan.drafts)
             verified = [self._verify(*row) for row in rows]
@@ -448,8 +448,8 @@ def check_plan(plan: StepPlan, scheduler: Scheduler) -> None:
     assert plan.prefill_tokens == sum(chunk.count for chunk in plan.prefill)
     assert plan.prefill_tokens <= scheduler.prefill_chunk
     assert plan.prefill_tokens + plan.decode_tokens <= scheduler.max_batch_tokens
-    assert all(1 <= count <= plan.tokens_per_row for count in plan.decode_counts)
-    assert (plan.tokens_per_row > 1) == bool(plan.decode_counts)
+    assert all(count >= 1 for count in plan.decode_counts)
+    assert max(plan.decode_counts, default=2) > 1
     assert len(plan.prefill) <= scheduler.max_prefill_rows
 
     assert {preemption.request for preemption in plan.preempted}.isdisjoint(taking_part)

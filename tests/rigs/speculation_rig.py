@@ -58,10 +58,11 @@ class Guesses:
         return 0
 
     def launched(self, plan: StepPlan) -> None:
-        assert (plan.tokens_per_row > 1) == bool(plan.drafts)
-        assert plan.tokens_per_row in (1, *self.sizes(len(plan.decode) or 1))
+        assert bool(plan.decode_counts) == bool(plan.drafts)
+        sizes = self.sizes(len(plan.decode) or 1)
+        assert max(plan.decode_counts, default=1) <= max(sizes, default=1)
 
-    def committed(self, plan: StepPlan, advanced: list[int] | None, seconds: float) -> None:
+    def committed(self, plan: StepPlan, advanced: list[int] | None, took: float) -> None:
         assert (advanced is None) == (not plan.drafts)
         for drafts, count in zip(plan.drafts, advanced or (), strict=True):
             self.accepted += count - 1
@@ -90,7 +91,6 @@ class DeviceDrafts(DrafterSpeculator):
                 num_speculative_tokens=tokens_per_row - 1,
                 adaptive=False,
             ),
-            lambda rows: range(2, 1 + tokens_per_row),
             times,
             is_async_device=is_async_device,
         )

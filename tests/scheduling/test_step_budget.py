@@ -105,10 +105,10 @@ def test_the_full_sampler_has_costs_of_its_own() -> None:
 
 
 @given(st.floats(1e-9, 1e9), st.booleans(), st.booleans())
-def test_one_outlier_moves_next_to_nothing(seconds, decodes, prefills) -> None:
+def test_one_outlier_moves_next_to_nothing(seconds, mixes, prefills) -> None:
     budget = budget_of(5.0)
-    plan = decoding() if decodes else StepPlan()
-    if prefills:
+    plan = StepPlan() if prefills else decoding()
+    if prefills or mixes:
         plan = with_chunk(plan, request_of(), 40, 16)
     before = budget.times.predict(plan)
     budget.times.learn(plan, seconds)

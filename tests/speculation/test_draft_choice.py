@@ -56,7 +56,11 @@ def choose(
 
 
 def step_times(
-    multiples: Mapping[int, Mapping[int, float]], *, decode: float = 1.0, padded: bool = True
+    multiples: Mapping[int, Mapping[int, float]],
+    *,
+    decode: float = 1.0,
+    padded: bool = True,
+    prefill: bool = False,
 ) -> StepTimes:
     """Times by rows and tokens per row, in decode steps that take `decode` seconds."""
     rows = Buckets(multiples)
@@ -65,27 +69,31 @@ def step_times(
         return PhaseTimes(rows, [decode] * len(rows), 0.0, 1)
 
     drafts = [[DraftTimes(size, multiples[size], padded=padded) for size in rows] for _ in range(2)]
-    return StepTimes((phase(), phase()), lambda context: context, drafts=drafts)
+    return StepTimes(
+        (phase(), phase()),
+        lambda context: context,
+        prefill=(phase(), phase()) if prefill else None,
+        drafts=drafts,
+    )
 
 
 def lookup(
-    *, is_async_device: bool = False, decode: float = 1.0, **fields: Any
+    *, is_async_device: bool = False, decode: float = 1.0, prefill: bool = False, **fields: Any
 ) -> LookupSpeculator:
     times = step_times(
-        {size: {n: 1 + 0.1 * size * (n - 1) for n in SIZES} for size in (1, 8)}, decode=decode
+        {size: {n: 1 + 0.1 * size * (n - 1) for n in SIZES} for size in (1, 8)},
+        decode=decode,
+        prefill=prefill,
     )
-    return LookupSpeculator(
-        Speculation(**fields), lambda rows: SIZES[1:], times, is_async_device=is_async_device
-    )
+    return LookupSpeculator(Speculation(**fields), times, is_async_device=is_async_device)
 
 
 def step(speculator: Speculator, plan: StepPlan, seconds: float, *advanced: int) -> None:
     """Launch and commit a step, and learn from its time."""
     plan.timed = 1
     speculator.launched(plan)
-    speculator.committed(plan, advanced or None, seconds)
-    if plan.timed:
-        speculator.times.learn(plan, seconds)
+    took = speculator.times.learn(plan, seconds) if plan.timed else 0.0
+    speculator.committed(plan, advanced or None, took)
 
 
 def test_the_gain_decides() -> None:
@@ -222,11 +230,20 @@ def test_a_verify_step_that_was_taken_for_too_slow_is_tried_again() -> None:
     for _ in range(20_000):
         count = 1 + choose_drafts([[0.9] * 4], slow.with_drafts(requests))[0]
         counts = [count] if count > 1 else []
-        plan = StepPlan(decode=requests, decode_counts=counts, tokens_per_row=count, timed=1)
+        plan = StepPlan(decode=requests, decode_counts=counts, timed=1)
         slow.learn(plan, seconds[count])
         chosen.append(count)
     assert 5 not in chosen[:100]
     assert chosen[-1000:].count(5) > 900
+
+
+@pytest.mark.parametrize(("decode", "adaptive"), [(1.0, False), (1.0, True), (1e-9, True)])
+def test_decode_times_of_a_latency_budget_follow_a_change(decode: float, adaptive: bool) -> None:
+    """Whether the steps look for drafts in vain, or looking costs more than it can gain."""
+    speculator, request = lookup(decode=decode, prefill=True, adaptive=adaptive), row([1])
+    serve(speculator, request, range(2, 60), {1: 2 * decode})
+    assert speculator.counts["drafted"] == 0
+    assert speculator.times.decode_seconds([request]) == pytest.approx(2 * decode, rel=0.01)
 
 
 def row(tokens: list[int]) -> Request:
@@ -266,10 +283,10 @@ def serve(
         accepted = 0
         if drafts and drafts[0]:
             plan.drafts, plan.decode_counts = drafts, [1 + len(drafts[0])]
-            plan.tokens_per_row = next(n for n in speculator.sizes(1) if n > len(drafts[0]))
             accepted = [*map(eq, drafts[0], following), False].index(False)
         only_proposes = plan.proposes and not plan.drafts
-        took = seconds[2] - 0.1 if only_proposes else seconds[plan.tokens_per_row]
+        tokens = next(n for n in seconds if n >= max(plan.decode_counts, default=1))
+        took = seconds[2] - 0.1 if only_proposes else seconds[tokens]
         step(speculator, plan, took, *([accepted + 1] if plan.drafts else ()))
         total += took
         for token in following[: accepted + 1]:
@@ -314,6 +331,6 @@ def test_a_device_in_flight_is_waited_for_while_drafts_pay() -> None:
     assert speculator.propose([request])[0]
     assert speculator.propose([row(list(range(40)))]) == ()
     assert not speculator.waits
-    speculator.sizes = lambda rows: ()
+    speculator.times = step_times({1: {1: 1.0}})
     assert speculator.propose([request]) == ()
     assert not speculator.waits
