@@ -8,12 +8,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
 
 from ..engine.request_output import RequestOutput
 from ..errors import EngineBusyError
 from .request_handle import Delta, HandleState, Listener, RequestHandle, RequestRecord
-from .step_thread import StepThread
+from .step_thread import Inbox, StepThread
 
 logger = logging.getLogger("stepgraph.runtime")
 
@@ -153,25 +155,30 @@ class AsyncStream:
 class CallbackThread:
     """A thread that calls callbacks and listeners, one after the other.
 
-    Any thread may call any method. What it gets after its end is called where it arises.
+    Any thread may call any method. What it gets before its start or after its end is called where
+    it arises. It is a daemon, not a thread of a pool, so that a callback that hangs does not keep
+    the interpreter from ending.
     """
 
     def __init__(self) -> None:
         self._listeners: list[Listener] = []
-        self._thread: threading.Thread | None = None
-        self._pool = ThreadPoolExecutor(1, "stepgraph-callbacks")
-        self._turn = threading.RLock()  # held during each call
+        self._inbox = Inbox()
+        self._ending = False
+        self._starting = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="stepgraph-callbacks", daemon=True)
 
     def start(self) -> None:
-        """Start the thread. Raises `RuntimeError` if none can be started."""
-        self._thread = self._pool.submit(threading.current_thread).result()
+        """Start the thread, unless it was. Raises `RuntimeError` if none can be started."""
+        with self._starting:
+            if self._thread.ident is None:
+                self._thread.start()
 
-    def call_soon_threadsafe(self, function: Callable[..., object], *arguments: object) -> None:
+    def call_soon_threadsafe(self, function: Callable[..., Any], *arguments: object) -> None:
         """Call a function in the thread, as an event loop does."""
-        try:
-            self._pool.submit(self._call, function, *arguments)
-        except RuntimeError:  # it has ended
-            self._call(function, *arguments)
+        if self._thread.ident is None:
+            function(*arguments)
+        else:
+            self._inbox.put(partial(function, *arguments))
 
     def is_closed(self) -> bool:
         """Return False: it always calls what it gets."""
@@ -222,16 +229,21 @@ class CallbackThread:
 
     def end(self) -> None:
         """End the thread after what it has been given."""
-        self._pool.shutdown(wait=False)
+        self._inbox.put(self._end)
 
     def join(self) -> None:
         """Wait for the end of the thread, unless it calls this."""
-        if threading.current_thread() is not self._thread:
-            self._pool.shutdown()
+        if self._thread.ident is not None and self._thread is not threading.current_thread():
+            self._thread.join()
 
-    def _call(self, function: Callable[..., object], *arguments: object) -> None:
-        with self._turn:
-            function(*arguments)
+    def _end(self) -> None:
+        self._ending = True
+
+    def _run(self) -> None:
+        while not self._ending:
+            self._inbox.wait()
+            self._inbox.run()
+        self._inbox.end()
 
 
 def _call_listeners(handle: RequestHandle, ended_ns: int, listeners: tuple[Listener, ...]) -> None:

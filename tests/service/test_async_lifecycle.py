@@ -295,6 +295,34 @@ def test_an_engine_that_is_dropped_closes() -> None:
     assert thread.health().phase is Phase.CLOSED
 
 
+HANGING = """
+import gc, sys, threading, time
+sys.path.insert(0, {root!r})
+from stepgraph.runtime import AsyncEngine
+from tests.rigs.fake_engine import fake_engine, params
+
+engine, called = AsyncEngine(fake_engine), threading.Event()
+engine.start()
+hang = lambda delta: called.set() or threading.Event().wait()
+engine.submit([1, 2], params(1), callback=hang)
+called.wait(20)
+del engine
+for _ in range(20): gc.collect() or time.sleep(0.02)
+print("ended", flush=True)
+"""
+
+
+def test_a_callback_that_hangs_does_not_outlive_a_dropped_engine() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", HANGING.format(root=str(ROOT))],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "ended\n", "")
+
+
 SCRIPT = """
 import asyncio, sys, time
 sys.path.insert(0, {root!r})
