@@ -1019,6 +1019,21 @@ _SAME_TEXT = {
 the three dimensions of rotations of images (M-RoPE), so these are plain rotations."""
 
 
+_SIZE_KEYS = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings"),
+)
+_DEFAULT_SIZES: Mapping[str, Json] = {
+    model_type: dict(zip(_SIZE_KEYS, sizes, strict=True))
+    for model_type, sizes in (
+        ("gemma3_text", (262208, 2304, 9216, 26, 8, 4, 256, 131072)),
+        ("llama", (32000, 4096, 11008, 32, 32, None, None, 2048)),
+        ("mistral", (32000, 4096, 14336, 32, 32, 8, None, 131072)),
+    )
+}
+"""Defaults of transformers, which the `text_config` of Gemma 3 and of LLaVA leaves out."""
+
+
 def is_wrapper(config: Json) -> bool:
     """Whether a `config.json` is of a model of images and text."""
     return str(config.get("model_type")) in _WRAPPERS
@@ -1035,7 +1050,8 @@ def text_part(config: Json) -> Json:
     if not wrapped and str(outer_type) not in _SAME_TEXT:
         return config
     inner = inner if wrapped and isinstance(inner, Mapping) else {}
-    text = {**config, **inner}
+    sizes = _DEFAULT_SIZES.get(str(inner.get("model_type")), {})
+    text = {**sizes, **config, **inner}
     text |= {key: config[key] for key in _OF_THE_WHOLE if config.get(key) is not None}
     text["model_type"] = _SAME_TEXT.get(str(text.get("model_type")), text.get("model_type"))
     if (family := FAMILIES.get(text["model_type"])) is not None:

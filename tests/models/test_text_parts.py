@@ -72,6 +72,41 @@ def test_text_decodes_as_in_transformers(tmp_path: Path, name: str) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("model_type", "text"),
+    [
+        (
+            "gemma3",
+            {
+                **{"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240},
+                **{"num_hidden_layers": 34, "sliding_window": 1024},
+                "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+            },
+        ),
+        ("llava", {"model_type": "llama", "vocab_size": 32064, "rms_norm_eps": 1e-5}),
+        (
+            "llava_next",
+            {"model_type": "mistral", "max_position_embeddings": 32768, "sliding_window": None},
+        ),
+    ],
+)
+def test_sizes_that_a_published_config_leaves_out(
+    tmp_path: Path, model_type: str, text: dict[str, Any]
+) -> None:
+    """Published configs have what differs from the defaults of transformers."""
+    config = {"model_type": model_type, "text_config": text, "vision_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = read_config(tmp_path)
+    assert isinstance(found, ModelConfig)
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path).text_config
+    for name in ("vocab_size", "hidden_size", "intermediate_size", "head_dim", "rms_norm_eps"):
+        assert getattr(found, name) == getattr(theirs, name), name
+    assert found.num_layers == theirs.num_hidden_layers
+    assert found.num_heads == theirs.num_attention_heads
+    assert found.num_kv_heads == theirs.num_key_value_heads
+    assert found.max_position_embeddings == theirs.max_position_embeddings
+
+
 def test_experts_as_qwen_publishes_them(tmp_path: Path) -> None:
     """With inputs before outputs, which transformers turns when it loads them."""
     model = saved("qwen3_vl_moe", tmp_path)
