@@ -106,7 +106,8 @@ def gguf_tokenizer(path: Path, *, eos_token_ids: Sequence[int] = ()) -> TextToke
         CheckpointError: the tokenizer is of an unknown kind, or inconsistent.
     """
     file = GGUFFile(path)
-    if (kind := file.get("tokenizer.ggml.model", str)) is None:
+    kind = file.get("tokenizer.ggml.model", str)
+    if kind in (None, "none", "no_vocab"):
         return None
     builders = {"gpt2": _byte_level, "llama": _sentencepiece}
     if kind not in builders:
