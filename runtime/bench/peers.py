@@ -154,12 +154,17 @@ def checkpoint_of(model: str, dtype: str, seed: int, device: str = "cpu") -> Ite
     """Yield the directory of a model; a preset is saved in one that is removed afterwards.
 
     Raises:
-        PeerError: a preset of a family that is not saved.
+        PeerError: a GGUF file, or a preset of a family that is not saved.
     """
     from ..loading.loader import resolve_source  # needs torch
 
     source = resolve_source(model)
     if source.directory is not None:
+        if source.directory.is_file():
+            raise PeerError(
+                f"{model} is a GGUF file: other runtimes are compared on a checkpoint directory, a"
+                " hub id or a preset"
+            )
         yield source.directory
         return
     with tempfile.TemporaryDirectory(prefix="stepgraph-checkpoint-") as scratch:

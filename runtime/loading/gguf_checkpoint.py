@@ -76,7 +76,7 @@ _FIELDS = {
 of `config.json`."""
 _END_OF_TURN = (
     *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>"),
-    *("<|endoftext|>", "<|eom_id|>", "<|end_of_text|>", "<|user|>"),
+    *("<|endoftext|>", "<|eom_id|>", "<|end_of_text|>"),
     "<\uff5cend▁of▁sentence\uff5c>",
 )
 """Control tokens that end an output, whether or not the metadata says so."""
@@ -234,10 +234,10 @@ def _rope(metadata: _Metadata) -> dict[str, Any] | None:
 def _llama3(factors: list[float], theta: float) -> dict[str, Any]:
     """Return the scaling with these divisors of frequencies.
 
-    Those of a `llama3` rope are recognised: any others are a `longrope`, whose frequencies kernels
+    A `llama3` rope is recognised. Other divisors become a `longrope`, whose frequencies kernels
     look up for each sequence.
     """
-    factor, dim = max(factors), 2 * len(factors)
+    factor, dim = round(max(factors), 4), 2 * len(factors)  # computed in float32
     scaling = RopeScaling(
         type="llama3", factor=factor, original_max_position_embeddings=_LLAMA3_CONTEXT
     )
