@@ -20,10 +20,11 @@ from torch import Tensor
 
 from ..bounded_repr import bounded_repr, bounded_text
 from ..errors import CheckpointError, ConfigError, MemoryBudgetError, RequestError
+from ..kernels.ops.parameter import Parameter, Source
 from ..kernels.weights import CheckpointFormat, GroupedWeight, Header, checkpoint_formats
 from ..models.config import DecoderConfig, ModelConfig
 from ..models.families import family_of, is_wrapper, text_part
-from ..models.plan import Parameter, Source, fused_layout
+from ..models.plan import fused_layout
 from ..models.transformers.config import read_transformers_config
 from ..sampling_params import NEUTRAL, SamplingDefaults, SamplingParams
 from .checkpoint_files import (

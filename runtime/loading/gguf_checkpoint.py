@@ -20,12 +20,12 @@ from torch import Tensor
 
 from ..bounded_repr import bounded_repr
 from ..errors import CheckpointError, ConfigError
-from ..kernels.ops.parameter import HeadRows
+from ..kernels.ops.parameter import HeadRows, Source
 from ..kernels.weights import GroupedWeight
 from ..kernels.weights.gguf import GGUFType
 from ..models.config import ModelConfig
 from ..models.families import FAMILIES
-from ..models.plan import Source, fused_layout
+from ..models.plan import fused_layout
 from ..models.rope import Rope, RopeScaling, inverse_frequencies
 from .checkpoint import CheckpointReader, TensorHeader
 from .gguf_file import GGUFFile, GGUFTensor, gguf_package, open_gguf

@@ -24,11 +24,12 @@ from ..bounded_repr import bounded_repr, bounded_text
 from ..errors import CheckpointError, ConfigError
 from ..kernels import Kernels
 from ..kernels.choice import Parts
+from ..kernels.ops.parameter import Parameter
+from ..kernels.ops.parameter import Source as TensorSource
 from ..kernels.support import int4_kernels
 from ..kernels.weights import INT4, MODEL, GroupedWeight, StoredRows, quantise_int4
 from ..models.config import DecoderConfig, ModelConfig
-from ..models.plan import Parameter, fused_layout, plan_of
-from ..models.plan import Source as TensorSource
+from ..models.plan import fused_layout, plan_of
 from ..models.presets import preset
 from ..progress import progress_bar
 from ..sampling_params import NEUTRAL, SamplingDefaults

@@ -29,23 +29,6 @@ from .families import (
 )
 from .rope import UNROTATED, UNSCALED, Rope, RopeScaling, RopeType
 
-__all__ = [
-    "AttentionTemperature",
-    "DTYPES",
-    "DecoderConfig",
-    "ExpertsConfig",
-    "LatentConfig",
-    "LayerType",
-    "ModelConfig",
-    "Rope",
-    "RopeScaling",
-    "RopeType",
-    "check_quantisation",
-    "config_json_name",
-    "token_ids",
-]
-
-
 _MOST_LAYERS = 4096
 
 

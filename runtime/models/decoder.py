@@ -39,9 +39,9 @@ from ..kernels.ops.operation import (
 from ..kernels.ops.parameter import Parameter
 from ..operation_scopes import operation
 from ..rope_lengths import UNLIMITED, RopeLengths
-from .config import DecoderConfig, ModelConfig, Rope
+from .config import DecoderConfig, ModelConfig
 from .plan import model_plan, rope_kinds
-from .rope import inverse_frequencies, pair_amplitudes, pair_exponents
+from .rope import Rope, inverse_frequencies, pair_amplitudes, pair_exponents
 from .sharding import ShardedVocabulary
 
 # Rotary positions whose frequencies depend on the length of the sequence.

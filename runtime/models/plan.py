@@ -24,33 +24,15 @@ from ..kernels.ops.layer_plan import LayerPlan, ModelPlan
 from ..kernels.ops.linear import Linear, stored_bytes
 from ..kernels.ops.norms import Norm, QKNorm
 from ..kernels.ops.operation import Operation, Residual
-from ..kernels.ops.parameter import Cut, ExpertRows, HeadRows, Parameter, Shape, Slice, Source
+from ..kernels.ops.parameter import ExpertRows, HeadRows, Parameter, Shape, Slice, Source
 from ..kernels.ops.rotation import Rotate
 from ..kernels.ops.short_conv import ShortConv
 from ..kernels.weights import INT4, MODEL
-from .config import DecoderConfig, LatentConfig, ModelConfig, Rope
+from .config import DecoderConfig, LatentConfig, ModelConfig
 from .families import ExpertLayout, ExpertsConfig
-from .rope import UNROTATED
+from .rope import UNROTATED, Rope
 from .sharding import check_ranks, shard_plan
 from .transformers.config import TransformersConfig
-
-__all__ = [
-    "Cut",
-    "Parameter",
-    "Source",
-    "attend",
-    "fused_layout",
-    "linear",
-    "matrix",
-    "model_plan",
-    "norm",
-    "parameter_bytes",
-    "plan_of",
-    "rope_kinds",
-    "shard_config",
-    "vector",
-]
-
 
 # Operations of a layer from the names of their tensors in a checkpoint.
 #

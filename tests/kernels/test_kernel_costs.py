@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from stepgraph.runtime import EngineConfig
-from stepgraph.runtime.models.config import ModelConfig, Rope
+from stepgraph.runtime.models.config import ModelConfig
 from stepgraph.runtime.models.families import ExpertsConfig
 from stepgraph.runtime.models.plan import fused_layout, model_plan
 from stepgraph.runtime.models.resolved_config import ResolvedConfig
+from stepgraph.runtime.models.rope import Rope
 from stepgraph.runtime.tools.step_costs import floor_bytes, step_bytes
 
 FIELDS: dict[str, Any] = {"rms_norm_eps": 1e-5, "rope_theta": 1e4, "max_position_embeddings": 64}

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 from stepgraph.runtime.errors import ConfigError
-from stepgraph.runtime.models.config import ModelConfig, Rope, RopeScaling
+from stepgraph.runtime.models.config import ModelConfig
 from stepgraph.runtime.models.plan import model_plan
 from stepgraph.runtime.models.presets import preset
+from stepgraph.runtime.models.rope import Rope, RopeScaling
 from transformers import AutoConfig, Gemma3TextConfig, Qwen2Config
 
 from .test_model_config import check_refused

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from stepgraph.runtime.errors import CheckpointError
-from stepgraph.runtime.kernels.ops.parameter import HeadRows
+from stepgraph.runtime.kernels.ops.parameter import HeadRows, Source
 from stepgraph.runtime.loading.checkpoint import CheckpointReader, check_tensors
 from stepgraph.runtime.loading.loader import random_weights
 from stepgraph.runtime.models.config import ModelConfig
-from stepgraph.runtime.models.plan import Source, fused_layout, model_plan
+from stepgraph.runtime.models.plan import fused_layout, model_plan
 from stepgraph.runtime.models.presets import PRESETS
 
 from ..rigs.sharding_rig import (
