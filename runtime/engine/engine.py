@@ -542,7 +542,8 @@ class Engine:
 
         Raises:
             CheckpointError: the checkpoint is missing, damaged, unsupported or inconsistent.
-            ConfigError: a field of its config differs; the message has both values.
+            ConfigError: a field of its config differs, of which the message has both values, or its
+                weights are quantised in other formats and stay so.
             RequestError: requests are unfinished. Nothing has changed, as after the errors above.
             EngineFailedError: reading the weights failed: some of them are replaced, and the engine
                 cannot be used any more.

@@ -41,7 +41,7 @@ from ...profiling.bandwidth import seconds_of
 from ..bounded_repr import bounded_repr, bounded_text
 from ..config import EngineConfig
 from ..distributed.rank_group import GROUP_ENDED, Link, RankGroup
-from ..errors import CheckpointError, ConfigError, RankError, StepgraphError, StepPreparationError
+from ..errors import ConfigError, RankError, StepgraphError, StepPreparationError
 from ..execution.runner import DrafterCache, Runner, follow
 from ..execution.step_functions import compile_settings
 from ..execution.step_key import StepKey
@@ -455,8 +455,8 @@ def overwriting(
 ) -> Callable[[], None]:
     """Return the function that overwrites the weights of a model from `new`.
 
-    transformers loads all of them before. Raises `CheckpointError` if it cannot, or the weights
-    are stored in other formats.
+    transformers loads all of them before. Raises `CheckpointError` if it cannot, and `ConfigError`
+    for weights that are stored in other formats.
     """
     if isinstance(model, TransformersDecoder):
         assert isinstance(new.config, TransformersConfig)
@@ -464,9 +464,9 @@ def overwriting(
         return partial(overwrite_decoder, model, loaded, new.config)
     assert isinstance(model, Decoder)
     if new.kept_codes(model.kernels, config.dtype).codes != model.kernels.codes:
-        raise CheckpointError(
-            f"{new.place}: its weights are stored in other formats than this engine's, whose"
-            " tensors they would replace. Start a new engine for it"
+        raise ConfigError(
+            f"the weights of {new.place} cannot replace this engine's: they are stored in other"
+            " formats. Start a new engine for it"
         )
     return partial(_overwrite, model, new, config)
 

@@ -107,6 +107,16 @@ def test_sizes_that_a_published_config_leaves_out(
     assert found.max_position_embeddings == theirs.max_position_embeddings
 
 
+def test_settings_of_the_text_part_that_transformers_would_apply(tmp_path: Path) -> None:
+    """Weights are decoded before transformers gets them."""
+    saved("ministral3", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["text_config"]["quantization_config"] = {"quant_method": "fp8"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with opened(tmp_path) as engine:
+        assert engine.score(list(range(3, 40)), 10).isfinite().all()
+
+
 def test_experts_as_qwen_publishes_them(tmp_path: Path) -> None:
     """With inputs before outputs, which transformers turns when it loads them."""
     model = saved("qwen3_vl_moe", tmp_path)

@@ -273,8 +273,9 @@ def read_transformers_config(
         raise CheckpointError(
             f"transformers {transformers.__version__} cannot read it: {reason_of(error)}"
         ) from error
-    if hasattr(source, "quantization_config"):  # codes are decoded before transformers sees them
-        del source.quantization_config
+    for part in (source, source.get_text_config(decoder=True)):
+        if hasattr(part, "quantization_config"):  # codes are decoded before transformers sees them
+            del part.quantization_config
     source, model_class = _decoder_of(transformers, source, config)
     text = source.get_text_config(decoder=True)
     dtype = config.get("dtype", config.get("torch_dtype")) or text.dtype or "float32"

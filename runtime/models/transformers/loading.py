@@ -151,7 +151,10 @@ def overwrite_decoder(decoder: TransformersDecoder, model: Any, config: Transfor
 def load_model(
     weights: Path | dict[str, torch.Tensor], config: TransformersConfig, dtype: torch.dtype
 ) -> Any:
-    """Return the model with its weights on the CPU; `weights` as of `load_decoder`.
+    """Return the model with its weights on the CPU.
+
+    `weights` are as of `load_decoder`; a dict is emptied, so that the decoder can free each weight
+    that it has stored.
 
     Raises `CheckpointError` if transformers cannot load it, or parameters are missing.
     """
@@ -171,8 +174,9 @@ def load_model(
                 output_loading_info=True,
             )
     except Exception as error:  # of any type, from any model
-        raise CheckpointError(
-            f"transformers cannot load the weights of {config.architecture}: {reason_of(error)}"
-        ) from error
+        place = weights if isinstance(weights, Path) else f"the weights of {config.architecture}"
+        raise CheckpointError(f"transformers cannot load {place}: {reason_of(error)}") from error
+    if not isinstance(weights, Path):
+        weights.clear()
     check_report(report, config.architecture)
     return model
