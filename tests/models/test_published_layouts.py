@@ -1,0 +1,90 @@
+"""Quantised checkpoints of classes that are published so: logits of the dequantised model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from ..loading.test_weight_formats import LAYOUTS, SIZES
+from ..rigs.engine_rig import opened
+
+TEXT: dict[str, Any] = {
+    **{"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "head_dim": 32},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 160},
+    **{"max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
+}
+EXPERTS = {
+    **{"num_experts": 4, "n_routed_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2},
+    **{"moe_intermediate_size": 64, "n_shared_experts": 1, "first_k_dense_replace": 1},
+    **{"n_group": 1, "topk_group": 1},
+}
+LATENT = {
+    **{"q_lora_rank": 64, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16},
+    **{"v_head_dim": 32, "num_key_value_heads": 4, "head_dim": 16},
+}
+NO_LAYER_EMBEDDINGS = {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}
+PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
+    "Glm4MoeForCausalLM": ("fp8_blocks", EXPERTS),
+    "Glm4MoeLiteForCausalLM": ("pack_quantized", EXPERTS | LATENT),
+    "MiniMaxM2ForCausalLM": ("fp8_blocks", EXPERTS | {"intermediate_size": 64}),
+    "Ministral3ForCausalLM": ("fp8_static", {}),
+    "HYV3ForCausalLM": ("fp8_blocks", EXPERTS),
+    "MiMoV2FlashForCausalLM": ("fp8_blocks", EXPERTS),
+    "LagunaForCausalLM": ("fp8_blocks", EXPERTS),
+    "Gemma4ForCausalLM": ("modelopt_nvfp4", NO_LAYER_EMBEDDINGS | {"global_head_dim": 32}),
+    "DeepseekV3ForCausalLM": ("fp8_blocks", EXPERTS | LATENT),
+    "Qwen3MoeForCausalLM": ("awq", EXPERTS),
+    "Lfm2ForCausalLM": (
+        "mlx",
+        {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+    ),
+}
+"""How each class is stored, and its sizes beyond `TEXT`."""
+WEIGHTS = ("proj.weight", "w1.weight", "w2.weight", "w3.weight")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_class_has_the_logits_of_the_dequantised_model(
+    tmp_path: Path, name: str
+) -> None:
+    layout, sizes = PUBLISHED[name]
+    model_class = getattr(transformers, name)
+    torch.manual_seed(0)
+    model = model_class._from_config(model_class.config_class(**TEXT | sizes))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1, mean=float(parameter.dim() == 1))
+    model.save_pretrained(tmp_path)
+    path, (write, settings) = tmp_path / "model.safetensors", LAYOUTS[layout]
+    rng = np.random.default_rng(1)
+    exact, stored = dict(load_file(path)), {}
+    for weight, tensor in list(exact.items()):
+        if not weight.endswith(WEIGHTS) or any(size % 32 for size in tensor.shape):
+            stored[weight] = tensor
+            continue
+        tensors, numbers = write(rng, *tensor.shape, SIZES.get(layout, 32))
+        exact[weight] = numbers.float().contiguous()
+        prefix = weight.removesuffix(".weight")
+        stored |= {prefix + suffix: part.contiguous() for suffix, part in tensors.items()}
+    assert len(stored) > len(exact)
+    save_file(exact, path, {"format": "pt"})
+    reference = model_class.from_pretrained(
+        tmp_path, attn_implementation="eager", dtype=torch.float32
+    ).eval()
+    prompt = list(range(3, 40))
+    with torch.no_grad():
+        expected = reference(torch.tensor([prompt])).logits[0, 9:]
+    save_file(stored, path, {"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = settings | {"group_size": 32}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with opened(tmp_path) as engine:
+        found = engine.score(prompt, 10)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
