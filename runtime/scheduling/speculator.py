@@ -337,9 +337,11 @@ class Speculator(ABC):
         """
         if advanced is not None:
             self._verify_steps += 1
-            for tokens, count in zip(plan.decode_counts, advanced, strict=True):
-                self._verified_rows += tokens > 1
-                for index in range(tokens - 1):
+            # Masks may have taken drafts out of a step after it was planned.
+            counts = map(len, plan.drafts) if plan.drafts else (n - 1 for n in plan.decode_counts)
+            for drafts, count in zip(counts, advanced, strict=True):
+                self._verified_rows += drafts > 0
+                for index in range(drafts):
                     self._drafted[index] += 1
                     self._accepted[index] += index < count - 1
         if not (took and (plan.decode_counts or plan.proposes or plan.lookup_ns)):

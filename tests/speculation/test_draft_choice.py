@@ -334,3 +334,14 @@ def test_a_device_in_flight_is_waited_for_while_drafts_pay() -> None:
     speculator.times = step_times({1: {1: 1.0}})
     assert speculator.propose([request]) == ()
     assert not speculator.waits
+
+
+def test_drafts_that_masks_took_out_are_not_counted() -> None:
+    """Masks shorten the drafts of a step, whose counts stay as planned."""
+    speculator, requests = lookup(), [make_request([1, 2, 3]) for _ in range(2)]
+    plan = StepPlan(decode=requests, decode_counts=[4, 3], drafts=[[1], []])
+    speculator.committed(plan, [2, 1], 0.0)
+    assert speculator.counts == {
+        **{"verify_steps": 1, "verified_rows": 1},
+        **{"drafted": 1, "accepted": 1},
+    }

@@ -105,17 +105,27 @@ def quantise_int4(weight_NK: Tensor) -> GroupedWeight:
     the others are rounded to nearest. Scales and minimums are float16. Raises `ValueError` if a
     scale is NaN, infinite or too large for that; the message names the first such row.
     """
-    k = weight_NK.shape[1]
-    groups = F.pad(weight_NK.float(), (0, -k % INT4_GROUP)).unflatten(1, (-1, INT4_GROUP))
-    low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
-    scale, minimum = ((high - low) / 15).half(), (-low).half()
-    finite = scale.isfinite() & minimum.isfinite()
-    if not scale.is_meta and len(bad := (~finite).any(-1).nonzero()):
-        raise ValueError(f"row {int(bad[0])} holds NaN, infinity or numbers beyond float16")
-    step = torch.where(scale == 0, 1.0, scale.float())[..., None]
-    codes = ((groups + minimum.float()[..., None]) / step).round().clamp(0, 15)
-    codes_NK = codes.flatten(1)[:, :k].to(torch.uint8)
-    return GroupedWeight(integers(4), codes_NK, INT4_GROUP, Scales(scale), Scales(minimum))
+    n, k = weight_NK.shape
+    codes_NK = torch.empty_like(weight_NK, dtype=torch.uint8)
+    scale_NG, minimum_NG = (
+        torch.empty(n, -(-k // INT4_GROUP), dtype=torch.float16, device=weight_NK.device)
+        for _ in range(2)
+    )
+    rows = max(1, _NUMBERS_AT_A_TIME // k)
+    for start in range(0, n, rows):
+        part = slice(start, start + rows)
+        groups = F.pad(weight_NK[part].float(), (0, -k % INT4_GROUP)).unflatten(1, (-1, INT4_GROUP))
+        low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
+        scale, minimum = ((high - low) / 15).half(), (-low).half()
+        finite = scale.isfinite() & minimum.isfinite()
+        if not scale.is_meta and len(bad := (~finite).any(-1).nonzero()):
+            row = start + int(bad[0])
+            raise ValueError(f"row {row} holds NaN, infinity or numbers beyond float16")
+        step = torch.where(scale == 0, 1.0, scale.float())[..., None]
+        codes = ((groups + minimum.float()[..., None]) / step).round().clamp(0, 15)
+        codes_NK[part] = codes.flatten(1)[:, :k].to(torch.uint8)
+        scale_NG[part], minimum_NG[part] = scale, minimum
+    return GroupedWeight(integers(4), codes_NK, INT4_GROUP, Scales(scale_NG), Scales(minimum_NG))
 
 
 def dequantise(data_NK: Tensor, scales: Tensor) -> Tensor:
