@@ -1,17 +1,17 @@
 // Weights as codes in groups (`weights/grouped.py`), packed as `ops/packed_parts.py` does.
 //
-// A packed weight begins with a header that describes its parts: rows of one format, in blocks of 32
-// output features. A block is read from first byte to last. For each group of inputs it has scales
-// and minimums of the 32 features, and then chunks of codes. A chunk is 8 consecutive inputs, 4 steps
-// of two, in planes:
+// A packed weight begins with a header that describes its parts: rows of one format, in blocks of
+// 32 output features. A block is read from first byte to last. For each group of inputs it has
+// scales and minimums of the 32 features, and then chunks of codes. A chunk is 8 consecutive
+// inputs, 4 steps of two, in planes:
 //
 //   4, 5, 6 bits  pairs of bytes [half][16 columns][2 inputs]: 4 bits of each step
 //   5 bits        after these, bytes [16 columns][2 inputs]: a bit of each step of each half
 //   6 bits        after these, bytes [16 columns][2 inputs][half]: 2 bits of each step
 //   8 bits        bytes [step][4][half][4 columns][2 inputs]
 //
-// A code stands for one of up to 256 levels, all exact in bf16: a step becomes words as of any other
-// weight, once for all rows of a tile.
+// A code stands for one of up to 256 levels, all exact in bf16: a step becomes words as of any
+// other weight, once for all rows of a tile.
 #pragma once
 
 #include "kernels.h"
@@ -70,7 +70,7 @@ constexpr int64_t kChunkBytes = Bits * kBlock * 2 * kChunkSteps / 8;
 
 // The code of one column and one of the 8 inputs of a chunk.
 template <int Bits>
-inline int code_at(const char* chunk, int column, int input) {
+STEPGRAPH_INLINE int code_at(const char* chunk, int column, int input) {
   const auto byte = [&](int at) { return static_cast<int>(static_cast<uint8_t>(chunk[at])); };
   const int half = column / 16, lane = column % 16 * 2 + input % 2, step = input / 2;
   if constexpr (Bits == 8) return byte(64 * step + lane / 8 * 16 + half * 8 + lane % 8);
@@ -82,25 +82,87 @@ inline int code_at(const char* chunk, int column, int input) {
 
 // Codes become words of two bf16. `expand` gives a step of the chunk that was loaded last, as two
 // vectors of 16 columns.
+//
+// Consecutive integers, of unsigned or signed codes, are computed; other levels are looked up one
+// by one.
 template <int Bits>
 class PortableCodeWords {
  public:
-  explicit PortableCodeWords(const uint16_t* levels) : levels_(levels) {}
-
-  void load(const char* chunk) { chunk_ = chunk; }
-
-  void expand(int step, U32x16& first, U32x16& second) const {
-    uint16_t words[2 * kBlock];
-    for (int i = 0; i < 2 * kBlock; ++i) {
-      words[i] = levels_[code_at<Bits>(chunk_, i / 2, 2 * step + i % 2)];
+  explicit PortableCodeWords(const uint16_t* levels) : levels_(levels) {
+    for (const int flipped : {0, 128}) {
+      bool computed = true;
+      for (int i = 0; i < 1 << Bits; ++i) {
+        computed &= from_bf16(levels[i ^ flipped]) == from_bf16(levels[flipped]) + i;
+      }
+      if (!computed) continue;
+      computed_ = true;
+      flipped_ = broadcast(static_cast<uint32_t>(flipped));
+      lowest_ = broadcast(from_bf16(levels[flipped]));
+      return;
     }
-    first = stepgraph::load<U32x16>(words);
-    second = stepgraph::load<U32x16>(words + kBlock);
+  }
+
+  // Apart from the multiplications, which need all registers.
+  __attribute__((noinline)) void load(const char* chunk) {
+    U32x16 high = {};
+    if constexpr (Bits == 5) high = pair(chunk + 128);
+    if constexpr (Bits == 6) high = stepgraph::load<U32x16>(chunk + 128);
+    for (int step = 0; step < kChunkSteps; ++step) {
+      for (int half = 0; half < 2; ++half) {
+        const U32x16 even = codes(chunk, high, step, half, 0);
+        const U32x16 odd = codes(chunk, high, step, half, 1);
+        if (computed_) {
+          words_[step][half] = bits<U32x16>(level(even)) >> 16 |
+                               (bits<U32x16>(level(odd)) & 0xffff0000u);
+          continue;
+        }
+        uint32_t words[16];
+        for (int i = 0; i < 16; ++i) words[i] = levels_[even[i]] | levels_[odd[i]] << 16;
+        words_[step][half] = stepgraph::load<U32x16>(words);
+      }
+    }
+  }
+
+  STEPGRAPH_INLINE void expand(int step, U32x16& first, U32x16& second) const {
+    first = words_[step][0];
+    second = words_[step][1];
   }
 
  private:
+  STEPGRAPH_INLINE F32x16 level(U32x16 codes) const {
+    // 2**23 plus the code, since compilers convert such vectors one by one.
+    return bits<F32x16>((codes ^ flipped_) | 0x4b000000u) - 8388608.0f + lowest_;
+  }
+
+  // What `code_at` gives for 16 columns.
+  STEPGRAPH_INLINE static U32x16 codes(const char* chunk, U32x16 high, int step, int half,
+                                       int odd) {
+    if constexpr (Bits == 8) {
+      uint8_t pairs[32];
+      const char* from = chunk + 64 * step + 8 * half;
+      for (int i = 0; i < 4; ++i) std::memcpy(pairs + 8 * i, from + 16 * i, 8);
+      return pair(pairs) >> 8 * odd & 255u;
+    }
+    const U32x16 low = stepgraph::load<U32x16>(chunk + 64 * half) >> (16 * odd + 4 * step) & 15u;
+    if constexpr (Bits == 5) return low | (high >> (8 * odd + 4 * half + step) & 1u) << 4;
+    if constexpr (Bits == 6) return low | (high >> (16 * odd + 8 * half + 2 * step) & 3u) << 4;
+    return low;
+  }
+
+  // Both bytes of 16 columns.
+  STEPGRAPH_INLINE static U32x16 pair(const void* p) {
+    uint16_t pairs[16];
+    uint32_t words[16];
+    std::memcpy(pairs, p, sizeof(pairs));
+    for (int i = 0; i < 16; ++i) words[i] = pairs[i];
+    return stepgraph::load<U32x16>(words);
+  }
+
   const uint16_t* levels_;
-  const char* chunk_;
+  U32x16 words_[kChunkSteps][2];
+  bool computed_ = false;
+  U32x16 flipped_;
+  F32x16 lowest_;
 };
 
 #if STEPGRAPH_AVX512_BW
@@ -123,14 +185,14 @@ class Avx512CodeWords {
     if constexpr (Bits == 6) high_ = stepgraph::load<U16x32>(chunk + 128);
   }
 
-  void expand(int step, U32x16& first, U32x16& second) const {
+  STEPGRAPH_INLINE void expand(int step, U32x16& first, U32x16& second) const {
     first = words(step, 0);
     second = words(step, 1);
   }
 
  private:
   // Instructions use the lowest 5 or 6 bits of an index. A table of 16 levels repeats them.
-  U32x16 words(int step, int half) const {
+  STEPGRAPH_INLINE U32x16 words(int step, int half) const {
     __m512i index = (__m512i)(low_[half] >> 4 * step);
     if constexpr (Bits > 4) {
       const int shift = Bits == 5 ? 4 * half + step - 4 : 8 * half + 2 * step - 4;
@@ -149,7 +211,7 @@ class Avx512CodeWords {
 #endif
 
 #if STEPGRAPH_AVX512_VBMI
-// Of 8 bits: both bytes of a level are looked up, in the table for codes below 128 and in the other.
+// Of 8 bits: both bytes of a level are looked up, by codes below 128 and by others.
 class VbmiCodeWords {
  public:
   explicit VbmiCodeWords(const uint16_t* levels) {
@@ -163,7 +225,7 @@ class VbmiCodeWords {
 
   void load(const char* chunk) { chunk_ = chunk; }
 
-  void expand(int step, U32x16& first, U32x16& second) const {
+  STEPGRAPH_INLINE void expand(int step, U32x16& first, U32x16& second) const {
     const __m512i codes = _mm512_loadu_si512(chunk_ + 64 * step);
     const __mmask64 above = _mm512_movepi8_mask(codes);
     const auto look_up = [&](const __m512i* table) {

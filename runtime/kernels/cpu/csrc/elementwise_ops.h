@@ -57,8 +57,8 @@ at::Tensor embedding_of_parts(const at::Tensor& tokens, const at::Tensor& packed
   const PackedHeader* header = packed_header(packed);
   TORCH_CHECK(header != nullptr && dtype && k == header->inputs &&
                   header->element_bytes == static_cast<int64_t>(c10::elementSize(*dtype)),
-              "packed_embedding: the weight ", packed.sizes(), " was not packed by pack_parts as rows of ",
-              k, " for a model in the dtype that is asked for");
+              "packed_embedding: the weight ", packed.sizes(), " was not packed by pack_parts as ",
+              "rows of ", k, " for a model in the dtype that is asked for");
   const int64_t count = tokens.size(0), rows = (header->columns + kBlock - 1) / kBlock * kBlock;
   const int64_t* token = check_index("packed_embedding", tokens, count, rows, "tokens");
   at::Tensor out = at::empty({count, k}, packed.options().dtype(*dtype));

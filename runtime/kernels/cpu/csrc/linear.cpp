@@ -45,7 +45,7 @@ struct Int8Codec {
 constexpr int64_t kStepsPerSum = 64;
 
 // Codes in groups: the sum of a group is multiplied by its scale, and its minimum times the sum of
-// its inputs is subtracted. Results are in memory, since the sums of twelve rows take all registers.
+// its inputs is subtracted. Totals are in memory, since the sums of twelve rows take all registers.
 template <class T, int Bits, int M>
 void run_codes(const LinearTile& tile) {
   using Word = typename Element<T>::Word;
@@ -62,7 +62,7 @@ void run_codes(const LinearTile& tile) {
     const int64_t end = std::min(step + tile.part->group_steps, tile.steps);
     while (step < end) {
       F32x16 sum[M][2] = {};
-      const auto add = [&](int i) {
+      const auto add = [&](int i) __attribute__((always_inline)) {
         U32x16 first, second;
         words.expand(i, first, second);
 #pragma GCC unroll 12
@@ -93,7 +93,7 @@ void run_codes(const LinearTile& tile) {
         }
       }
       step = stop;
-      const auto finish = [&](auto with_minimum) {
+      const auto finish = [&](auto with_minimum) __attribute__((always_inline)) {
 #pragma GCC unroll 12
         for (int m = 0; m < M; ++m) {
           for (int half = 0; half < 2; ++half) {

@@ -26,9 +26,9 @@ inline const PackedHeader* packed_header(const at::Tensor& packed) {
   return header->magic == PackedHeader::kMagic ? header : nullptr;
 }
 
-// Checks a layer that `pack_linear` packed from [columns, inputs], or `count` of them that follow one
-// another: of the model's type `dtype`, or int8 with scales; or one that `pack_parts` packed, without
-// scales. Returns the first.
+// Checks a layer that `pack_linear` packed from [columns, inputs], or `count` of them that follow
+// one another: of the model's type `dtype`, or int8 with scales; or one that `pack_parts` packed,
+// without scales. Returns the first.
 inline Weights packed_weights(const char* op, const char* name, at::ScalarType dtype,
                               int64_t columns, int64_t inputs, const at::Tensor& packed,
                               const std::optional<at::Tensor>& scales,
@@ -68,8 +68,8 @@ inline Weights packed_weights(const char* op, const char* name, at::ScalarType d
   return weights;
 }
 
-// x as a layer reads it: whole words, and of weights in 8 bits or parts two elements at a time, so an
-// odd last element gets a zero beside it. Rows of bf16 begin at whole words.
+// x as a layer reads it: whole words, and of weights in 8 bits or parts two elements at a time, so
+// an odd last element gets a zero after it. Rows of bf16 begin at whole words.
 at::Tensor layer_inputs(const at::Tensor& x, const Weights& weights) {
   const int64_t per_word = x.scalar_type() == at::kBFloat16 ? 2 : 1;
   const int64_t per_step = weights.kind == WeightKind::kModel ? per_word : 2;
