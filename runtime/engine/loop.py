@@ -200,7 +200,7 @@ class RequestTracker:
         )
         self.counts["non_finite"] += 1
         self._changed[self._group_of[request]] = None
-        self._scheduler.withdraw(request)
+        self._scheduler.publisher.withdraw(request)
         if request.detokenizer is not None:
             request.detokenizer.finish()
         self._finish(request, "error")
@@ -502,14 +502,10 @@ class StepLoop:
     def _verify_drafts(self, plan: StepPlan, speculator: Speculator) -> None:
         """Let the rows of a plan verify drafts and get new ones, if that is expected to be faster.
 
-        Not in a step with a chunk that a latency budget sizes, nor with a request that has
-        `logprob_token_ids`: those are read from the logits of steps of one token per row.
+        Not in a step with a chunk that a latency budget sizes.
         """
         drafts: Sequence[Sequence[int]] = ()
-        may_draft = self.step_budget is None or not plan.prefill
-        if any(request.params.logprob_token_ids for request in plan.decode):
-            may_draft = False
-        if plan.decode and may_draft:
+        if plan.decode and (self.step_budget is None or not plan.prefill):
             drafts = speculator.propose(plan.decode)
         else:
             speculator.begin_plan(plan.decode)

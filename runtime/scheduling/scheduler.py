@@ -132,26 +132,24 @@ class RunningRequests:
         self.prefilling: list[Request] = []
         self.ending: set[Request] = set()
         """Requests whose launched steps may have sampled all of their tokens."""
-        self._all: list[Request] = []
         self.decoding: list[Request] = []
         """Replaced when one joins or leaves: steps in flight keep the list that they have."""
         self._max_num_seqs = max_num_seqs
 
     def __len__(self) -> int:
-        return len(self._all)
+        return len(self.rows)
 
     def __iter__(self) -> Iterator[Request]:
-        return iter(self._all)
+        return iter(self.rows)
 
     @property
     def last(self) -> Request:
         """The request that is served last."""
-        return self._all[-1]
+        return max(self.rows, key=order_of)
 
     def join(self, request: Request) -> int:
         """Give a request a row to prefill, and return the row."""
         row = self.rows[request] = heapq.heappop(self.free_rows)
-        insort(self._all, request, key=order_of)
         insort(self.prefilling, request, key=order_of)
         return row
 
@@ -167,7 +165,6 @@ class RunningRequests:
 
     def leave(self, request: Request) -> None:
         """Free the row of a request in any phase."""
-        self._all.remove(request)
         if request in self.prefilling:
             self.prefilling.remove(request)
         elif request in self.ending:
@@ -180,14 +177,11 @@ class RunningRequests:
         """Assert that each row has at most one request, and each request is in one phase."""
         rows = sorted(self.rows.values())
         assert sorted(rows + self.free_rows) == list(range(self._max_num_seqs))
-        assert self.rows.keys() == set(self._all)
-        assert len(self.rows) == len(self._all)
-        assert self._all == sorted(self._all, key=order_of)
-        prefilling, decoding = set(self.prefilling), set(self.decoding)
-        assert not prefilling & decoding
-        assert [r for r in self._all if r in prefilling] == self.prefilling
-        assert [r for r in self._all if r in decoding] == self.decoding
-        assert self.ending == set(self._all) - prefilling - decoding
+        for phase in (self.prefilling, self.decoding):
+            assert phase == sorted(set(phase), key=order_of)
+        phases = [*self.prefilling, *self.decoding, *self.ending]
+        assert len(phases) == len(self.rows)
+        assert self.rows.keys() == set(phases)
 
 
 class WakeTimes:
@@ -197,17 +191,18 @@ class WakeTimes:
         self.num_steps = 0
         """Planned so far."""
         self._due: dict[int, dict[Request, None]] = {}  # step number -> requests
-        self._steps: dict[Request, int] = {}
+        self.steps: dict[Request, int] = {}
+        """The scheduled step of each request."""
 
     def schedule(self, request: Request, step: int) -> None:
         """Schedule the next event of a request that has none."""
-        assert request not in self._steps, f"request {request.id} is already scheduled"
-        self._steps[request] = step
+        assert request not in self.steps, f"request {request.id} is already scheduled"
+        self.steps[request] = step
         self._due.setdefault(step, {})[request] = None
 
     def cancel(self, request: Request) -> None:
         """Remove the scheduled event of a request, if it has one."""
-        step = self._steps.pop(request, None)
+        step = self.steps.pop(request, None)
         if step is not None:
             due = self._due[step]
             del due[request]
@@ -220,17 +215,13 @@ class WakeTimes:
         due = self._due.pop(self.num_steps, None)
         if due is not None:
             for request in due:
-                del self._steps[request]
+                del self.steps[request]
         return due
-
-    def all(self) -> dict[Request, int]:
-        """Return a copy of the scheduled step of each request."""
-        return self._steps.copy()
 
     def check_integrity(self) -> None:
         """Assert that both lookups agree."""
         by_step = {request: step for step, due in self._due.items() for request in due}
-        assert by_step == self._steps
+        assert by_step == self.steps
         assert all(self._due.values()), "a step without requests"
 
 
@@ -312,7 +303,7 @@ class Scheduler:
         """Of each running request: the layer groups that may grow, each by a block."""
         self._num_releases = 0
         """Number of times that one of these fell. While it is unchanged, no sum has fallen."""
-        self._publisher = PrefixPublisher(cache)
+        self.publisher = PrefixPublisher(cache)
         # The request that was refused last, with the state at that time: siblings to fork from,
         # prompts published, reservations released, free blocks.
         self._refused: tuple[Request, int, int, int, int] | None = None
@@ -340,7 +331,7 @@ class Scheduler:
         """
         assert request.status is RequestStatus.FINISHED
         if request in self._running.rows:
-            self._publisher.publish(request, ends=True)
+            self.publisher.publish(request, ends=True)
             self._leave(request)
             if request.paused:
                 self._pausing.remove(request)
@@ -416,17 +407,9 @@ class Scheduler:
     def forget_contents(self) -> None:
         """Clear the prefix cache, and exclude tokens computed so far from later sharing."""
         self.cache.pool.forget_contents()
-        self._publisher.forget_contents()
+        self.publisher.forget_contents()
         for request in (*self._running, *self._waiting):
             request.prefix_hashes = None
-
-    def withdraw(self, request: Request) -> None:
-        """Withdraw the blocks that a request's non-finite logits may come from.
-
-        The request is about to end, and may have been preempted. See
-        `PrefixPublisher`.
-        """
-        self._publisher.withdraw(request)
 
     def verify(
         self, plan: StepPlan, drafts: Sequence[Sequence[int]], unread: Sequence[int]
@@ -494,13 +477,13 @@ class Scheduler:
         """Assert that rows, queues and blocks are consistent, and events are in time."""
         self.cache.check_integrity()
         self._running.check_integrity()
-        self._publisher.check_integrity(self._running.rows)
+        self.publisher.check_integrity(self._running.rows)
         assert self._reserved.keys() == self._running.rows.keys()
         self._waiting.check_integrity()
         assert not any(request in self._running.rows for request in self._waiting)
         assert set(self._pausing) == {request for request in self._running.rows if request.paused}
         self._wakes.check_integrity()
-        wakes, ending = self._wakes.all(), self._running.ending
+        wakes, ending = self._wakes.steps, self._running.ending
         for request in ending:
             assert request.decoding
             assert request.reached_max_tokens == (request not in wakes)
@@ -516,8 +499,8 @@ class Scheduler:
         running = self._running
         joining = [request for request in running.prefilling if request.decoding]
         for request in (*due, *running.prefilling):
-            if request.least_computed >= self._publisher.next_at(request):
-                self._publisher.publish(request)
+            if request.least_computed >= self.publisher.next_at(request):
+                self.publisher.publish(request)
         if joining:
             running.prefilling = [request for request in running.prefilling if not request.decoding]
         for request in sorted((*due, *joining), key=order_of):
@@ -576,7 +559,7 @@ class Scheduler:
                 break
             self._waiting.remove(head)
             row = running.join(head)
-            self._publisher.admit(head)
+            self.publisher.admit(head)
             self._reserve(head)
             self._update_tables(plan, head, self.cache.table_of(head.id))
             plan.admitted.append(Admission(head, row, found))
@@ -629,7 +612,7 @@ class Scheduler:
 
     def _preempt(self, plan: StepPlan, victim: Request, *, may_swap: bool = True) -> None:
         plan.prefill = [chunk for chunk in plan.prefill if chunk.request is not victim]
-        self._publisher.publish(victim)
+        self.publisher.publish(victim)
         pairs = None
         num_tokens = victim.least_computed
         if may_swap and num_tokens and self.cache.host.num_blocks:
@@ -653,7 +636,7 @@ class Scheduler:
         shared = len(head.prompt_ids) - 1
         siblings = [(s.id, shared) for s in self._may_fork(head) if s.num_computed >= shared]
         free = self.cache.pool.num_free
-        state = (head, len(siblings), self._publisher.num_prompts, self._num_releases)
+        state = (head, len(siblings), self.publisher.num_prompts, self._num_releases)
         if self._refused is not None and self._refused[:4] == state and free <= self._refused[4]:
             return None
         earlier = (n for request, n in self._reserved.items() if request.order < head.order)
@@ -695,7 +678,7 @@ class Scheduler:
         self._running.leave(request)
         self._wakes.cancel(request)
         self._num_releases += self._reserved.pop(request) > 0
-        self._publisher.leave(request)
+        self.publisher.leave(request)
 
     def _reserve(self, request: Request) -> None:
         """Reserve blocks for a running request whose blocks have changed.
@@ -751,7 +734,7 @@ class Scheduler:
         """First position whose token requires a change of the request's blocks."""
         return min(
             self.cache.quiet_until(request.id),
-            self._publisher.next_at(request),
+            self.publisher.next_at(request),
             request.outgrown_at,
         )
 

@@ -92,11 +92,10 @@ def choose_drafts(
     none = [0] * len(chances)
     if not any(chances):
         return none
-    least = LEAST_GAIN - math.log(otherwise)
-    found = (_even if times.padded else _ragged)(chances, times, least)
-    if found is None:
+    choose = _even if times.padded else _ragged
+    drafts, multiple = choose(chances, times, LEAST_GAIN - math.log(otherwise))
+    if not any(drafts):
         return none
-    drafts, multiple = found
     tokens = [1 + sum(own[:count]) for own, count in zip(chances, drafts, strict=True)]
     per_token = sum([multiple / count for count in tokens]) / len(tokens)
     return drafts if per_token <= otherwise else none
@@ -104,8 +103,11 @@ def choose_drafts(
 
 def _even(
     chances: Sequence[Sequence[float]], times: DraftTimes, least: float
-) -> tuple[list[int], float] | None:
-    """Return the drafts of the best step with as many tokens for each row, and its time."""
+) -> tuple[list[int], float]:
+    """Return the drafts of the best step with as many tokens for each row, and its time.
+
+    All numbers are 0 if no gain is larger than `least`.
+    """
     rows, size = len(chances), times.size
     best, best_gain, best_multiple = 0, least, 1.0
     for tokens, multiple in zip(times.tokens[1:], times.multiples[1:], strict=True):
@@ -115,22 +117,23 @@ def _even(
         if gain > best_gain:
             best, best_gain, best_multiple = drafts, gain, multiple
     if best == 0:
-        return None
+        return [0] * rows, 1.0
     kept = [sum(chance >= LEAST_CHANCE for chance in own[:best]) for own in chances]
     return kept, best_multiple
 
 
 def _ragged(
     chances: Sequence[Sequence[float]], times: DraftTimes, least: float
-) -> tuple[list[int], float] | None:
-    """Return the drafts of the best step, see the top of this file, and its time.
+) -> tuple[list[int], float]:
+    """As `_even`, of steps in which rows have different numbers of tokens; see above.
 
     In a large batch, not every number of drafts is tried.
     """
     rows, size, log = len(chances), times.size, math.log
+    drafts = [0] * rows
     most = sum([math.log1p(sum(own)) for own in chances if own]) / rows
     if most <= least + log(times.multiple(size + 1)):  # even if drafts cost no more
-        return None
+        return drafts, 1.0
     worth: list[tuple[float, int]] = []
     for row, own in enumerate(chances):
         tokens = 1.0
@@ -149,9 +152,6 @@ def _ragged(
         gain = log(product) / rows - log(times.multiple(size + count))
         if gain > best_gain:
             best, best_gain = count, gain
-    if best == 0:
-        return None
-    drafts = [0] * rows
     for _, row in worth[:best]:
         drafts[row] += 1
     return drafts, times.multiple(size + best)
@@ -224,8 +224,10 @@ class Speculator(ABC):
         self._lookup_ns = 0
         """Nanoseconds that the host has looked for drafts of the step to be planned."""
         self._batch: Sequence[Request] = ()
-        """The rows of the last step, of which `_has_grammar` speaks."""
+        """The rows of the last step, which the next two describe."""
         self._has_grammar = False
+        self._needs_logits = False
+        """Whether a row has `logprob_token_ids`, which steps of one token per row report."""
         self._verify_steps = self._verified_rows = 0
         self._drafted = [0] * self.config.num_speculative_tokens
         self._accepted = [0] * self.config.num_speculative_tokens
@@ -244,6 +246,7 @@ class Speculator(ABC):
     def _begin_batch(self, requests: Sequence[Request]) -> None:
         self._batch = requests
         self._has_grammar = any(request.matcher is not None for request in requests)
+        self._needs_logits = any(request.params.logprob_token_ids for request in requests)
 
     def propose(self, requests: Sequence[Request]) -> Sequence[Sequence[int]]:
         """Return the drafts that each decoding request verifies, as far as the host knows them.
@@ -255,7 +258,7 @@ class Speculator(ABC):
         adaptive, has_grammar = self.config.adaptive, self._has_grammar
         times = self.times.with_drafts(requests)
         most, drafts = times.most_drafts, self.config.num_speculative_tokens
-        if not most:
+        if not most or self._needs_logits:
             return ()
         if adaptive and self._since_timed >= TIMED_AFTER and not has_grammar:
             return ()  # decode steps are to be timed
@@ -309,10 +312,12 @@ class Speculator(ABC):
             plan.started_ns += self._lookup_ns
         if plan.prefill or self._keeps_drafts:
             self._note_rows(plan)
+        drafts, has_budget = plan.decode_counts or plan.proposes, self.times.prefill is not None
         if self._has_grammar:
-            plan.timed = 0  # masks take time of their own
+            # Masks take time of their own, which belongs to a latency budget alone.
+            plan.timed, plan.lookup_ns = int(has_budget and not drafts), 0
             return
-        drafts = plan.decode_counts or plan.proposes or plan.lookup_ns
+        drafts = drafts or plan.lookup_ns
         if not plan.decode or (plan.prefill and not drafts):
             return
         self._credit = min(self._credit + self.share, self.most_credit)
@@ -322,8 +327,7 @@ class Speculator(ABC):
         self._plain += 1
         if self._plain == TIMED_STEPS:
             self._since_timed = 0
-        # A latency budget needs the time of every step.
-        if self.times.prefill is None and not 1 < self._plain <= TIMED_STEPS:
+        if not (has_budget or 1 < self._plain <= TIMED_STEPS):  # a budget learns from all steps
             plan.timed = 0 if self._plain % UNTIMED else UNTIMED
 
     @abstractmethod
@@ -580,10 +584,9 @@ class LookupSpeculator(Speculator):
     def _share_ended(self, shared: SharedOutputs) -> None:
         """Add the outputs of requests that have ended; so no more are kept than have a row."""
         ended = [r for r in self._open if r.status is RequestStatus.FINISHED]
-        if ended:
-            self._open = [r for r in self._open if r.status is not RequestStatus.FINISHED]
-            for request in ended:
-                shared.add(request.salt, request.output_ids)
+        for request in ended:
+            self._open.remove(request)
+            shared.add(request.salt, request.output_ids)
 
     def _new_drafter(self, request: Request) -> RequestDrafter:
         index = SuffixIndex(self.config.prompt_lookup_min, self._candidates)

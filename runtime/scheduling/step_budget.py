@@ -8,6 +8,7 @@ inter-token latency exceeds the budget.
 from __future__ import annotations
 
 import logging
+from bisect import bisect_right
 from typing import Any
 
 from ..request import Request
@@ -41,19 +42,17 @@ class StepBudget:
             return count
         left = self.max_itl_ms / 1e3 - self.times.decode_seconds(plan.decode)
 
-        def chunk(more: int) -> RowSpan:
-            return RowSpan(request, -1, start, more, False, request.unscored(start, start + more))
+        def with_chunk(more: int) -> list[RowSpan]:
+            scored = request.unscored(start, start + more)
+            return [*plan.prefill, RowSpan(request, -1, start, more, False, scored)]
 
-        def fits(more: int) -> bool:
-            return self.times.prefill_seconds([*plan.prefill, chunk(more)]) <= left
+        def seconds(more: int) -> float:
+            return self.times.prefill_seconds(with_chunk(more))
 
-        if fits(count):
+        if seconds(count) <= left:
             return count
-        least, most = 0, count  # `least` fits or is 0, `most` does not
-        while most - least > 1:
-            middle = (least + most) // 2
-            least, most = (middle, most) if fits(middle) else (least, middle)
-        prefill = self.times.of_prefill([*plan.prefill, chunk(count)])
+        least = bisect_right(range(1, count), left, key=seconds)  # the most tokens that fit
+        prefill = self.times.of_prefill(with_chunk(count))
         if plan.prefill or least >= min(count, prefill.sizes.sizes[0]):
             return least
         if not self._forced:

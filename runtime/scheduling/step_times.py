@@ -171,15 +171,10 @@ class DraftTimes:
         """That steps verify of a row."""
         self._corrected = 0
 
-    def of(self, plan: StepPlan) -> float:
-        """Return the predicted time of a step."""
-        return self.multiple(self._computed(plan))
-
     def multiple(self, tokens: int) -> float:
         """Return the predicted time of a step of so many tokens, padding included."""
         at, weight = self._between(tokens)
-        own = self.multiples
-        return own[at] if weight == 1.0 else own[at] * weight + own[at - 1] * (1 - weight)
+        return self.multiples[at] * weight + self.multiples[at - 1] * (1 - weight)
 
     def correct(self, plan: StepPlan, multiple: float) -> float:
         """Correct the prediction for a step that took this multiple of a decode step's time.
@@ -187,7 +182,7 @@ class DraftTimes:
         Returns the multiple, or where a step took far longer than predicted, the largest one that
         counts.
         """
-        at, weight = self._between(self._computed(plan))
+        at, weight = self._between(self.computed(plan))
         predicted = self.multiples[at] * weight + self.multiples[at - 1] * (1 - weight)
         error = clipped(multiple / predicted - 1, 1.0)
         common = max(COMMON_GAIN, 1 / (2 + self._corrected))
@@ -203,7 +198,7 @@ class DraftTimes:
         factor = (1 - FADING) ** steps
         self.multiples = [max(multiple * factor, 1.0) for multiple in self.multiples]
 
-    def _computed(self, plan: StepPlan) -> int:
+    def computed(self, plan: StepPlan) -> int:
         """Return the tokens that a step computes, padding included."""
         if self.padded:
             tokens = self.size * max(plan.decode_counts, default=1)
@@ -299,7 +294,9 @@ class StepTimes:
         self._steps += plan.timed
         if plan.decode_counts or plan.proposes:
             times = self.with_drafts(plan.decode)
-            return times.of(plan) if plan.prefill else times.correct(plan, seconds / decode)
+            if plan.prefill:
+                return times.multiple(times.computed(plan))
+            return times.correct(plan, seconds / decode)
         if not plan.prefill:
             self._mixed = 0
             self.decode[self._full].correct(len(plan.decode), self._attended, seconds - decode)

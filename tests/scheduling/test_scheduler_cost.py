@@ -76,7 +76,7 @@ def sizes_of(rig: Rig) -> dict[str, int]:
         "scheduler": rig.scheduler,
         "running": rig.scheduler._running,
         "waiting": rig.scheduler._waiting,
-        "publishing": rig.scheduler._publisher,
+        "publishing": rig.scheduler.publisher,
         "loop": rig.loop,
         "requests": rig.loop.requests,
         "cache": rig.cache,

@@ -7,6 +7,7 @@ import math
 import random
 from collections.abc import Mapping, Sequence
 from operator import eq
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -237,10 +238,22 @@ def test_a_verify_step_that_was_taken_for_too_slow_is_tried_again() -> None:
     assert chosen[-1000:].count(5) > 900
 
 
-@pytest.mark.parametrize(("decode", "adaptive"), [(1.0, False), (1.0, True), (1e-9, True)])
-def test_decode_times_of_a_latency_budget_follow_a_change(decode: float, adaptive: bool) -> None:
-    """Whether the steps look for drafts in vain, or looking costs more than it can gain."""
+@pytest.mark.parametrize(
+    ("decode", "adaptive", "matcher"),
+    [
+        (1.0, False, None),
+        (1.0, True, None),
+        (1e-9, True, None),
+        (1.0, True, SimpleNamespace(drafts=lambda request, tokens: ([], False))),
+    ],
+    ids=["always", "adaptive", "paused", "grammar"],
+)
+def test_decode_times_of_a_latency_budget_follow_a_change(
+    decode: float, adaptive: bool, matcher: Any
+) -> None:
+    """Whether steps look for drafts in vain, looking costs more than it gains, or masks matter."""
     speculator, request = lookup(decode=decode, prefill=True, adaptive=adaptive), row([1])
+    request.matcher = matcher
     serve(speculator, request, range(2, 60), {1: 2 * decode})
     assert speculator.counts["drafted"] == 0
     assert speculator.times.decode_seconds([request]) == pytest.approx(2 * decode, rel=0.01)
