@@ -113,17 +113,12 @@ class Timeline:
 
     def records(self) -> list[StepRecord]:
         """Return the kept steps, oldest first."""
-        kept = memoryview(self._buffer)[: len(self) * _LAYOUT.size]
-        ring = [self._unpack(values) for values in _LAYOUT.iter_unpack(kept)]
-        oldest = self._recorded % self.capacity if self._recorded > self.capacity else 0
-        return ring[oldest:] + ring[:oldest]
+        return [*map(self._unpack, _LAYOUT.iter_unpack(self._copied(len(self), self._recorded)))]
 
     def latest(self) -> StepRecord | None:
         """Return the last step, or None before the first."""
-        if not self._recorded:
-            return None
-        start = (self._recorded - 1) % self.capacity * _LAYOUT.size
-        return self._unpack(_LAYOUT.unpack_from(self._buffer, start))
+        end = self._recorded
+        return self._unpack(_LAYOUT.unpack(self._copied(1, end))) if end else None
 
     def copy_since(self, recorded: int) -> tuple[int, bytes]:
         """Copy the steps after the first `recorded` ones, at most `capacity` - 1. For any thread.
@@ -132,19 +127,18 @@ class Timeline:
             The value of `recorded` up to which it copied; and the steps, oldest first, each as
             64-bit integers in native order, named by `RECORD_FIELDS`.
         """
-        size, end = _LAYOUT.size, self._recorded
-        begin = max(recorded, end - self.capacity)
-        if begin >= end:
-            return end, b""
-        first, last = begin % self.capacity, (end - 1) % self.capacity
-        if first <= last:
-            copied = bytes(memoryview(self._buffer)[first * size : (last + 1) * size])
-        else:
-            copied = bytes(memoryview(self._buffer)[first * size :])
-            copied += bytes(memoryview(self._buffer)[: (last + 1) * size])
+        end = self._recorded
+        count = min(max(end - recorded, 0), self.capacity)
+        copied = self._copied(count, end)
         # Steps recorded meanwhile have replaced the oldest; one of them may be uncounted yet.
-        replaced = self._recorded + 1 - self.capacity - begin
-        return end, copied[max(replaced, 0) * size :]
+        replaced = self._recorded + 1 - self.capacity - (end - count)
+        return end, copied[max(replaced, 0) * _LAYOUT.size :]
+
+    def _copied(self, count: int, end: int) -> bytes:
+        """Return the records of the last `count` of the first `end` steps, oldest first."""
+        first, size = (end - count) % self.capacity * _LAYOUT.size, count * _LAYOUT.size
+        ring = memoryview(self._buffer)
+        return bytes(ring[first : first + size]) + bytes(ring[: max(first + size - len(ring), 0)])
 
     def _unpack(self, values: tuple[int, ...]) -> StepRecord:
         *before, device_ns, joined, blocks_in_use, collected_ns = values

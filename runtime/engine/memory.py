@@ -365,9 +365,8 @@ def measure_steps(
             measured["activations"] = model.stack.workspace_bytes()
             notes["activations"] = "what the layers keep allocated"
         return StepMemory(measured, notes)
-    narrow = sizes.read_blocks.sizes[0]
-    prefill = sizes.key("prefill", sizes.tokens.largest, narrow, full_sampler=False)
-    decode = sizes.key("decode", sizes.rows.largest, narrow, full_sampler=True)
+    prefill = sizes.key("prefill", sizes.tokens.largest, 1, full_sampler=False)
+    decode = sizes.key("decode", sizes.rows.largest, 1, full_sampler=True)
 
     def peak_of(work: Callable[[], object]) -> int:
         work()  # libraries keep memory of a first run

@@ -116,12 +116,12 @@ def measured_times(
     target = config.user.max_itl_ms
     if target is None and config.speculation is None:
         return None
-    sizes, block_size = runner.sizes, runner.block_size
+    sizes = runner.sizes
 
     def reach(context: int) -> int:
         if len(sizes.read_blocks) > 1:  # kernels that read the whole width of the tables
-            blocks = sizes.read_blocks.fit(-(-context // block_size)) or sizes.read_blocks.largest
-            context = blocks * block_size
+            blocks = sizes.read_blocks.fit(-(-context // sizes.block_size))
+            context = (blocks or sizes.read_blocks.largest) * sizes.block_size
         return sum(len(group.layers) * group.positions_read(context) for group in groups)
 
     times = calibrate(
@@ -150,9 +150,7 @@ def null_step_seconds(runner: Runner, last: int, point: Point) -> float:
     """
     phase, size, context, tokens_per_row, drafts, full_sampler = point
     last = min(context + (size - 1 if phase == "prefill" else 0), last)
-    key = runner.sizes.key(
-        *(phase, size, last // runner.block_size + 1, full_sampler, tokens_per_row), drafts=drafts
-    )
+    key = runner.sizes.key(phase, size, last + 1, full_sampler, tokens_per_row, drafts=drafts)
     if phase == "prefill":
         runner.place_padding(0, context, size, last)
     else:

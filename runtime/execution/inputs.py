@@ -173,15 +173,11 @@ class RowState:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return every tensor by name."""
-        own = {name: getattr(self, name) for name in ("token_ids", "positions", "block_tables")}
-        if self.rope_lengths is not None:
-            own["rope_lengths"] = self.rope_lengths
-        if self.drafts is not None:
-            own["drafts"] = self.drafts
-        if self.masks is not None:
-            own |= {f"masks.{f.name}": getattr(self.masks, f.name) for f in fields(self.masks)}
-        sampling = {f.name: getattr(self.sampling, f.name) for f in fields(self.sampling)}
-        return own | {f"sampling.{name}": tensor for name, tensor in sampling.items()}
+        found = {f.name: getattr(self, f.name) for f in fields(self)}
+        for name in ("sampling", "masks"):
+            if part := found.pop(name):
+                found |= {f"{name}.{f.name}": getattr(part, f.name) for f in fields(part)}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
 
     def addresses(self) -> dict[str, int]:
         """Return the device address of each tensor, which must never change."""
@@ -495,7 +491,6 @@ class InputWriter:
         self.drafts: StaticBuffers[DraftInputs[torch.Tensor]] | None = self._buffers.get("drafts")
         self._host: StepInputs[Int64Array] = self.inputs.arrays(StepInputs[Int64Array])
         self._written_drafts: tuple[list[int], list[list[int]], list[int]] = ([], [], [])
-        self._embeds_shown = False  # set by the last prefill step
         self.decode_rows: list[int] = []
         """As last written."""
 
@@ -558,9 +553,8 @@ class InputWriter:
         """Copy the embeddings of the chunks, or clear the mask of the last prefill step."""
         if self.embeds is None:
             return
-        shown = any(chunk.embeds for chunk in chunks)
-        if shown or self._embeds_shown:
+        host = self.embeds.arrays(EmbedInputs[npt.NDArray[Any]])
+        if any(chunk.embeds for chunk in chunks) or host.mask.any():
             self.embeds.begin_write()
-            write_embeds(chunks, self.embeds.arrays(EmbedInputs[npt.NDArray[Any]]))
+            write_embeds(chunks, host)
             self.embeds.copy_to_device()
-        self._embeds_shown = shown

@@ -93,25 +93,21 @@ class HostOutputs:
     next step fills the other. The outputs of a step are valid until the launch after the next.
     """
 
-    timed = False
-    """Whether later steps are timed: two timed events each, instead of one untimed event."""
-
     def __init__(self, sizes: Mapping[str, int], device: torch.device) -> None:
         """Allocate buffers of these `sizes`.
 
         `device` is the source of the outputs. Copies from CUDA are asynchronous.
         """
-        self._device = device
-        self._is_cuda = device.type == "cuda"
+        self._device, on_cuda = device, device.type == "cuda"
         self._sets: list[dict[str, torch.Tensor]] = [
             {
-                phase: torch.empty(size, dtype=torch.uint8, pin_memory=self._is_cuda)
+                phase: torch.empty(size, dtype=torch.uint8, pin_memory=on_cuda)
                 for phase, size in sizes.items()
             }
             for _ in range(OUTPUT_SETS)
         ]
         self._events: list[OutputEvents] | None = None
-        if self._is_cuda:
+        if on_cuda:
             self._events = [
                 OutputEvents(*(torch.cuda.Event(enable_timing=t) for t in (True, True, False)))
                 for _ in range(OUTPUT_SETS)
@@ -139,8 +135,8 @@ class HostOutputs:
         return sum(whole.nbytes for phases in self._sets for whole in phases.values())
 
     def begin(self, number: int) -> torch.cuda.Event | None:
-        """Record and return the start event of step `number`; None if steps are not `timed`."""
-        if self._events is None or not self.timed:
+        """Record and return the start event of step `number`; None without events."""
+        if self._events is None:
             return None
         return self._record(self._events[number % OUTPUT_SETS].began)
 

@@ -93,18 +93,6 @@ class DrafterCache:
         self.arena.tensor.index_fill_(2, ids.to(self.arena.tensor.device, non_blocking=True), 0)
 
 
-def new_blocks(plan: StepPlan, group: int, block_size: int) -> list[int]:
-    """Return the blocks of a layer group that a plan gives to rows and that hold nothing yet."""
-    kept = {admission.row: admission.found.num_tokens for admission in plan.admitted}
-    return [
-        update.block
-        for update in plan.table_updates
-        if update.group == group
-        and update.block != NULL_BLOCK
-        and update.column * block_size >= kept.get(update.row, 0)
-    ]
-
-
 # Copies blocks of the cache within the device, to the host and back, on all ranks.
 #
 # Blocks that rows get are zeroed in the cache of a drafter, before the drafter or a copy reads them
@@ -129,9 +117,16 @@ class BlockCopies:
         self._new: dict[int, None] = {}
         """Blocks to be zeroed in the cache of the drafter."""
 
-    def add_new(self, blocks: Iterable[int]) -> None:
-        """Note blocks that hold nothing of the drafter yet."""
-        self._new.update(dict.fromkeys(blocks))
+    def add_new(self, plan: StepPlan, group: int, block_size: int) -> None:
+        """Note the blocks of a layer group that a plan gives to rows and that hold nothing yet."""
+        kept = {admission.row: admission.found.num_tokens for admission in plan.admitted}
+        self._new |= {
+            update.block: None
+            for update in plan.table_updates
+            if update.group == group
+            and update.block != NULL_BLOCK
+            and update.column * block_size >= kept.get(update.row, 0)
+        }
 
     def zero_new(self) -> None:
         """Issue the zeroing of all blocks noted, on all ranks."""
@@ -199,19 +194,12 @@ class PlanParts:
     Plans are given in the order of their launches.
     """
 
-    def __init__(
-        self, sizes: StepSizes, block_size: int, most_positions: int, *, ragged: bool
-    ) -> None:
+    def __init__(self, sizes: StepSizes, *, ragged: bool) -> None:
         """Choose from the steps of `sizes`.
 
-        Args:
-            sizes: of the prepared steps.
-            block_size: slots of a block.
-            most_positions: slots of the longest row.
-            ragged: whether verify steps pad rows, and not the tokens of a row.
+        `ragged`: whether verify steps pad rows, and not the tokens of a row.
         """
-        self._sizes, self._block_size = sizes, block_size
-        self._most_positions, self._ragged = most_positions, ragged
+        self._sizes, self._ragged = sizes, ragged
         self._requests: list[Request] = []
         self.decode_rows: list[int] = []
         """The rows that the last plan decodes, in their order."""
@@ -235,34 +223,29 @@ class PlanParts:
             self._longest = max(decode, key=attrgetter("num_computed"), default=None)
             self._changed = any(request.num_unsure for request in decode)
             self._part = None
-        if plan.decode_counts or plan.proposes:
-            counts = plan.decode_counts or repeat(1)
-            stop = max(r.num_computed + n for r, n in zip(decode, counts, strict=False))
-            key = self._sizes.key(
-                *("decode", len(decode), self._blocks(stop, plan.proposes), self._full_sampler),
-                max(plan.decode_counts, default=1),
-                drafts=plan.proposes,
-                masked=self._masked,
-            )
-            tokens, room = plan.decode_tokens, key.tokens_per_row * key.size
-            if self._ragged:
-                room = tokens + key.size - len(decode)
-            parts.append(PlannedPart(ranges.VERIFY, key, decode, tokens, room))
-            self._changed = True
-        elif decode:
-            assert self._longest is not None, "the plan has no decoding row"
+        if self._longest is not None:
             part, stop = self._part, self._longest.num_computed + 1
-            if part is None or stop > part.key.read_blocks * self._block_size:
+            if plan.decode_counts or plan.proposes:
+                counts = plan.decode_counts or repeat(1)
+                stop = max(r.num_computed + n for r, n in zip(decode, counts, strict=False))
+                part, self._changed = None, True
+            if part is None or stop > part.key.read_blocks * self._sizes.block_size:
                 key = self._sizes.key(
-                    *("decode", len(decode), self._blocks(stop, 0), self._full_sampler),
+                    *("decode", len(decode), stop, self._full_sampler),
+                    max(plan.decode_counts, default=1),
+                    drafts=plan.proposes,
                     masked=self._masked,
                 )
-                part = self._part = PlannedPart(ranges.REPLAY, key, decode, len(decode), key.size)
+                tokens, room = plan.decode_tokens, key.tokens_per_row * key.size
+                if self._ragged:
+                    room = tokens + key.size - len(decode)
+                name = ranges.VERIFY if key.tokens_per_row > 1 or key.drafts else ranges.REPLAY
+                part = self._part = PlannedPart(name, key, decode, tokens, room)
             parts.append(part)
         if chunks := plan.prefill:
             stop = max(chunk.start + chunk.count for chunk in chunks)
             key = self._sizes.key(
-                *("prefill", plan.prefill_tokens, self._blocks(stop, plan.prompt_drafts)),
+                *("prefill", plan.prefill_tokens, stop),
                 any(chunk.request.params.needs_full_sampler for chunk in chunks),
                 drafts=plan.prompt_drafts,
                 masked=any(c.samples and c.request.matcher is not None for c in chunks),
@@ -271,12 +254,6 @@ class PlanParts:
             tokens = plan.prefill_tokens
             parts.append(PlannedPart(ranges.PREFILL, key, requests, tokens, key.size))
         return parts
-
-    def _blocks(self, stop: int, drafts: int) -> int:
-        """Return the columns up to `stop`, or after it the newest token and all drafts."""
-        if drafts:
-            stop += 1 + drafts
-        return -(-min(stop, self._most_positions) // self._block_size)
 
 
 def _on_all_ranks(
@@ -311,6 +288,10 @@ def _on_all_ranks(
 class Runner:
     """Owns the device state except the model: row state, inputs, steps."""
 
+    times_device = False
+    """Whether device events time the next steps, on a device that runs asynchronously: two timed
+    events each, instead of one untimed event."""
+
     def __init__(
         self,
         model: DecoderModel,
@@ -335,7 +316,6 @@ class Runner:
         device = config.device
         self.device = device
         self.group = group
-        self.block_size = config.user.block_size
         self.state = RowState.of(config, model.config, len(groups), device)
         self.null_row = self.state.null_row
         self._writer = InputWriter(config, len(groups), model.config.hidden_size, self.state)
@@ -408,12 +388,7 @@ class Runner:
 
         # Keys without a prepared step run as plain PyTorch.
         self.library = StepLibrary(make_step, self._keys, lambda key: key.size, eager.bind)
-        self._parts = PlanParts(
-            self.sizes,
-            config.user.block_size,
-            config.max_blocks_per_row * config.user.block_size,
-            ragged=self.functions.ragged,
-        )
+        self._parts = PlanParts(self.sizes, ragged=self.functions.ragged)
         self._launched: tuple[LaunchedStep, RankPlan] | None = None
         """A launch that is unfinished."""
         self._sent: RankPlan | None = None
@@ -505,7 +480,7 @@ class Runner:
         """
         if self.drafter is not None:
             if plan.table_updates:
-                self.blocks.add_new(new_blocks(plan, self.drafter.group, self.block_size))
+                self.blocks.add_new(plan, self.drafter.group, self.sizes.block_size)
             if plan.prefill or plan.proposes:
                 self.blocks.zero_new()
         parts = self._parts.of(plan)
@@ -567,7 +542,7 @@ class Runner:
             else:
                 runs.append((part.key, part))
         if outputs is not None:
-            step.began = outputs.begin(number)
+            step.began = outputs.begin(number) if self.times_device else None
         elif step.masked:
             self._token_masks.prepare(step.plan)
         self._run_parts(step, work, with_masks=outputs is None)
@@ -638,16 +613,6 @@ class Runner:
     def _token_masks(self) -> TokenMasks:
         assert self.masks is not None, "this engine has no token masks"
         return self.masks
-
-    @property
-    def times_device(self) -> bool:
-        """Whether steps are timed by device events; always False on a CPU."""
-        return self.outputs is not None and self.outputs.timed
-
-    @times_device.setter
-    def times_device(self, enabled: bool) -> None:
-        if self.outputs is not None:
-            self.outputs.timed = enabled
 
     def read(self, step: LaunchedStep) -> Iterable[Sampled]:
         """Wait for the tokens of a launch and return them. Later work is not waited for.

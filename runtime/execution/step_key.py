@@ -88,6 +88,8 @@ class StepSizes:
     rows: Buckets
     tokens: Buckets
     read_blocks: Buckets
+    block_size: int
+    """Positions of a block."""
     tokens_per_row: tuple[int, ...] = ()
     """Tokens per row of verify steps, ascending; see `verifying`."""
     proposed: int = 0
@@ -107,6 +109,7 @@ class StepSizes:
             read_blocks=Buckets([config.max_blocks_per_row])
             if kernels.bounded_by_length
             else default_width_buckets(config.max_blocks_per_row, config.user.block_size),
+            block_size=config.user.block_size,
             tokens_per_row=config.tokens_per_row,
             proposed=config.proposed_drafts,
             masked=config.structured_output,
@@ -162,7 +165,7 @@ class StepSizes:
         self,
         phase: Phase,
         size: int,
-        read_blocks: int,
+        stop: int,
         full_sampler: bool,
         tokens_per_row: int = 1,
         *,
@@ -171,14 +174,16 @@ class StepSizes:
     ) -> StepKey:
         """Return the key of the smallest step of at least these sizes; see `StepKey`.
 
-        `tokens_per_row` is at most the largest of `verifying`. `drafts` is 0 for a `masked` step;
-        else it may be `proposing`, of one row in a prefill step.
+        Its tokens are at positions before `stop`. `tokens_per_row` is at most the largest of
+        `verifying`. `drafts` is 0 for a `masked` step; else it may be `proposing`, of one row in a
+        prefill step. They follow the newest token, at `stop`, and end with the longest row.
         """
         if tokens_per_row > 1:
             fitting = bisect_left(self.tokens_per_row, tokens_per_row)
             tokens_per_row = self.tokens_per_row[fitting]
         size = _fit(self.rows if phase == "decode" else self.tokens, size)
-        width = _fit(self.read_blocks, read_blocks)
+        blocks = -(-(stop + 1 + drafts if drafts else stop) // self.block_size)
+        width = _fit(self.read_blocks, min(blocks, self.read_blocks.largest))
         return StepKey(phase, size, width, full_sampler, tokens_per_row, drafts, masked)
 
 

@@ -89,7 +89,7 @@ class TokenMasks:
         self._rewrite_drafts = rewrite_drafts
         self._restricted: set[int] = set()
         """Rows whose masks may forbid tokens."""
-        self._thread: ThreadPoolExecutor | None = None
+        self._thread = ThreadPoolExecutor(1, "stepgraph-masks")  # runs from the first mask on
         self._filling: Future[None] | None = None
         """What the thread does of the step, if it helps."""
         self._plan: StepPlan | None = None
@@ -152,11 +152,8 @@ class TokenMasks:
 
     def start(self) -> None:
         """Start to compute the masks of the step in the thread, if it has any."""
-        if not self._lanes:
-            return
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "stepgraph-masks")
-        self._filling = self._thread.submit(self._fill_all)
+        if self._lanes:
+            self._filling = self._thread.submit(self._fill_all)
 
     def wait(self) -> None:
         """Wait for the masks of the step, if it has any; bring them to the devices of all ranks.
@@ -222,9 +219,7 @@ class TokenMasks:
 
     def close(self) -> None:
         """End the thread."""
-        if self._thread is not None:
-            self._thread.shutdown()
-            self._thread = None
+        self._thread.shutdown()
 
     def _fill_all(self) -> None:
         """Compute the masks of lanes that neither thread has begun."""

@@ -14,7 +14,7 @@ from stepgraph.runtime.engine.memory import CapturePeaks, StepMemory, measure_st
 from stepgraph.runtime.execution.runner import Runner
 from stepgraph.runtime.execution.step_key import StepKey, StepSizes
 
-SIZES = StepSizes(Buckets([1, 4, 16]), Buckets([16, 64, 256]), Buckets([8, 64]))
+SIZES = StepSizes(Buckets([1, 4, 16]), Buckets([16, 64, 256]), Buckets([8, 64]), 16)
 
 
 def peak_of(key: StepKey) -> int:
@@ -139,7 +139,7 @@ def test_captures_are_measured_one_by_one_and_all_at_once(fake_device: FakeDevic
     memory = measure(fake_device, peaks)
     assert memory.measured["captured_graphs"] == len(keys) * GRAPH_NODES
     assert memory.notes["captured_graphs"].startswith(f"besides a pool of {largest} bytes")
-    logits = peak_of(SIZES.key("decode", 16, 8, full_sampler=True))
+    logits = peak_of(SIZES.key("decode", 16, 1, full_sampler=True))
     assert memory.measured["logits"] == logits + SCORING
 
 
@@ -169,7 +169,7 @@ def test_largest_steps_are_measured(fake_device: FakeDevice, masks: int) -> None
     memory = measure(fake_device, masks=masks)
     expected = {
         "activations": peak_of(SIZES.key("prefill", 256, 8, full_sampler=False)),
-        "logits": peak_of(SIZES.key("decode", 16, 8, full_sampler=True)),
+        "logits": peak_of(SIZES.key("decode", 16, 1, full_sampler=True)),
     }
     assert memory.measured == expected | ({} if masks else {"attention_masks": 0})
     assert memory.notes.keys() == ({"attention_masks"} if masks else set())
