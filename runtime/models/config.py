@@ -475,9 +475,10 @@ class ModelConfig(DecoderConfig):
             raise ConfigError(
                 f"head_dim = {self.head_dim} must be even: rotary embeddings turn pairs of elements"
             )
+        rotated = self.head_dim if self.latent is None else self.latent.qk_rope_head_dim
         for rope in (self._full_rope, self.sliding_rope):
             if rope is not None:
-                rope.check(self.rotated_head_dim)
+                rope.check(rotated)
         self._check_layers()
         self._check_token_ids()
 
@@ -540,24 +541,15 @@ class ModelConfig(DecoderConfig):
         if self.sliding_rope is not None and self._slides(layer):
             return self.sliding_rope
         rope = self._full_rope
-        if self.norms_rotated and rope.scaling.amplitude != 1.0:
+        # A norm without weight after the rotation cancels its amplitude.
+        normed = self.family.qk_norm == "unweighted" and self.use_qk_norm
+        if normed and rope.scaling.amplitude != 1.0:
             rope = rope._replace(scaling=replace(rope.scaling, attention_factor=1.0))
         return rope
 
-    @property
-    def norms_rotated(self) -> bool:
-        """Whether queries and keys are normed without weight after they are rotated, which cancels
-        the amplitude of the rotation."""
-        return self.family.qk_norm == "unweighted" and self.use_qk_norm
-
     def is_mixture(self, layer: int) -> bool:
         """Whether the layer has experts instead of an MLP."""
-        return self.experts is not None and self.experts.is_mixture(layer)
-
-    @property
-    def rotated_head_dim(self) -> int:
-        """Elements of a head of which `partial_rotary_factor` is a share."""
-        return self.head_dim if self.latent is None else self.latent.qk_rope_head_dim
+        return self.experts is not None and layer not in self.experts.dense_layers
 
     @property
     def _full_rope(self) -> Rope:

@@ -173,10 +173,6 @@ class ExpertsConfig:
             group_score=self.group_score,
         )
 
-    def is_mixture(self, layer: int) -> bool:
-        """Whether a layer has experts."""
-        return layer not in self.dense_layers
-
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertLayout:
@@ -489,34 +485,6 @@ def _with_lfm2_names(config: Json) -> Json:
 
 _LLAMA_TOKENS = {"bos_token_id": 1, "eos_token_id": 2}
 
-_LFM2 = Family(
-    architecture="Lfm2ForCausalLM",
-    defaults={
-        **_LLAMA_TOKENS,
-        "num_key_value_heads": 8,
-        "norm_eps": 1e-5,
-        "tie_word_embeddings": True,
-        "rope_theta": 1e6,
-        "conv_L_cache": 3,
-        "conv_bias": False,
-        "block_multiple_of": 256,
-        "block_ffn_dim_multiplier": 1.0,
-        "block_auto_adjust_ff_dim": True,
-    },
-    fixed={"attention_bias": False, "mlp_bias": False},
-    keys={"rms_norm_eps": "norm_eps", "conv_taps": "conv_L_cache"},
-    prepare=_with_lfm2_names,
-    lists_layer_types=True,
-    layer_kinds={"full_attention": "full_attention", "conv": "conv"},
-    layer_norms=LayerNorms(input="operator_norm", mlp="ffn_norm"),
-    output="self_attn.out_proj",
-    gate_up=("feed_forward.w1", "feed_forward.w3"),
-    down="feed_forward.w2",
-    qk_norm="each_head",
-    qk_norm_names=("q_layernorm", "k_layernorm"),
-    final_norm="model.embedding_norm",
-)
-
 
 def _with_logits_scaling(config: Json) -> Json:
     """Cohere 2: the divisor of logits is the inverse of a factor."""
@@ -525,28 +493,6 @@ def _with_logits_scaling(config: Json) -> Json:
         raise CheckpointError(f"logit_scale = {factor} must be positive")
     return {**config, "logits_scaling": 1.0 / factor}
 
-
-_COHERE2 = Family(
-    architecture="Cohere2ForCausalLM",
-    defaults={
-        "bos_token_id": 5,
-        "eos_token_id": 255001,
-        "layer_norm_eps": 1e-5,
-        "logit_scale": 0.0625,
-        "sliding_window": 4096,
-        "sliding_window_pattern": 4,
-        "tie_word_embeddings": True,
-    },
-    fixed={"logits_scaling": 1.0},
-    keys={"rms_norm_eps": "layer_norm_eps"},
-    prepare=_with_logits_scaling,
-    lists_layer_types=True,
-    is_unrotated=lambda config, layer: config["layer_types"][layer] == "full_attention",
-    layer_norms=LayerNorms(mlp=None),
-    rope_interleaved=True,
-    centred_norms=True,
-    parallel_residual=True,
-)
 
 _OLMO: dict[str, Any] = {"eos_token_id": 50279, "rms_norm_eps": 1e-5}
 
@@ -569,18 +515,16 @@ _GRANITE: dict[str, Any] = {
 
 _GLM_END = [151329, 151336, 151338]
 
-_GLM: dict[str, Any] = {
-    "num_key_value_heads": 2,
-    "head_dim": 128,
-    "rms_norm_eps": 1.5625e-07,
-    "attention_bias": True,
-    "partial_rotary_factor": 0.5,
-    "eos_token_id": _GLM_END,
-}
-
 _GLM_FAMILY = Family(
     architecture="GlmForCausalLM",
-    defaults=_GLM,
+    defaults={
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "rms_norm_eps": 1.5625e-07,
+        "attention_bias": True,
+        "partial_rotary_factor": 0.5,
+        "eos_token_id": _GLM_END,
+    },
     # Without end-of-text tokens, it gets the published models' tokens.
     prepare=lambda config: (
         {**config, "eos_token_id": _GLM_END} if config["eos_token_id"] is None else config
@@ -955,8 +899,54 @@ FAMILIES: dict[str, Family] = {
         gate_up=("mlp.gate_up_proj",),
         recomputes_long=True,
     ),
-    "cohere2": _COHERE2,
-    "lfm2": _LFM2,
+    "cohere2": Family(
+        architecture="Cohere2ForCausalLM",
+        defaults={
+            "bos_token_id": 5,
+            "eos_token_id": 255001,
+            "layer_norm_eps": 1e-5,
+            "logit_scale": 0.0625,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 4,
+            "tie_word_embeddings": True,
+        },
+        fixed={"logits_scaling": 1.0},
+        keys={"rms_norm_eps": "layer_norm_eps"},
+        prepare=_with_logits_scaling,
+        lists_layer_types=True,
+        is_unrotated=lambda config, layer: config["layer_types"][layer] == "full_attention",
+        layer_norms=LayerNorms(mlp=None),
+        rope_interleaved=True,
+        centred_norms=True,
+        parallel_residual=True,
+    ),
+    "lfm2": Family(
+        architecture="Lfm2ForCausalLM",
+        defaults={
+            **_LLAMA_TOKENS,
+            "num_key_value_heads": 8,
+            "norm_eps": 1e-5,
+            "tie_word_embeddings": True,
+            "rope_theta": 1e6,
+            "conv_L_cache": 3,
+            "conv_bias": False,
+            "block_multiple_of": 256,
+            "block_ffn_dim_multiplier": 1.0,
+            "block_auto_adjust_ff_dim": True,
+        },
+        fixed={"attention_bias": False, "mlp_bias": False},
+        keys={"rms_norm_eps": "norm_eps", "conv_taps": "conv_L_cache"},
+        prepare=_with_lfm2_names,
+        lists_layer_types=True,
+        layer_kinds={"full_attention": "full_attention", "conv": "conv"},
+        layer_norms=LayerNorms(input="operator_norm", mlp="ffn_norm"),
+        output="self_attn.out_proj",
+        gate_up=("feed_forward.w1", "feed_forward.w3"),
+        down="feed_forward.w2",
+        qk_norm="each_head",
+        qk_norm_names=("q_layernorm", "k_layernorm"),
+        final_norm="model.embedding_norm",
+    ),
     "olmo2": _OLMO2,
     "olmo3": replace(
         _OLMO2,
