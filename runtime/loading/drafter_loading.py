@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from ..models.drafters.drafter import (
     DrafterConfig,
     DrafterKind,
     DraftModel,
+    ReadDrafter,
     check_fits,
     within_window,
 )
@@ -53,7 +53,7 @@ from .tokenizer import read_tokenizer
 
 _TOKENIZER = "tokenizer.json"
 _Head = Eagle3 | MultiTokenPrediction | BlockDrafter
-_HEADS: dict[DrafterKind, tuple[Callable[..., DrafterConfig], type[_Head]]] = {
+_HEADS: dict[DrafterKind, tuple[ReadDrafter, type[_Head]]] = {
     "eagle3": (eagle3_config, Eagle3),
     "mtp": (mtp_config, MultiTokenPrediction),
     "dflash": (block_config, BlockDrafter),
@@ -108,7 +108,8 @@ def find_drafter(
         try:
             name = bounded_text(str(path))
             names = {tensor: header.shape for tensor, header in reader.headers().items()}
-            drafter = _HEADS[kind][0](name, directory, config, names, target)
+            read = _HEADS[kind][0]
+            drafter = replace(read(name, config, names, target), directory=directory)
         except CheckpointError as error:
             raise CheckpointError(f"{config_path}: {error}") from error
         layout = {parameter.name: parameter for parameter in drafter.parameters}

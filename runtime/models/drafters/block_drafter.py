@@ -16,7 +16,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch.nn import functional as F
@@ -73,7 +72,7 @@ def is_block_drafter(config: Json) -> bool:
 
 
 def block_config(
-    name: str, directory: Path, config: Json, names: Mapping[str, object], target: ModelConfig
+    name: str, config: Json, names: Mapping[str, object], target: ModelConfig
 ) -> DrafterConfig:
     """Read the `config.json` of a block-parallel drafter: see `ReadDrafter`."""
     own = config.get("dflash_config")
@@ -107,7 +106,6 @@ def block_config(
     return DrafterConfig(
         kind="dflash",
         name=name,
-        directory=directory,
         model=model,
         plan=plan,
         parameters=tuple(_parameters(model, plan, len(aux_layers))),

@@ -36,7 +36,7 @@ from ...kernels.ops.attention import Attend
 from ...kernels.ops.layer_plan import LayerPlan, ModelPlan
 from ...kernels.ops.linear import Projection
 from ...kernels.ops.operation import Operation
-from ...kernels.ops.parameter import Parameter
+from ...kernels.ops.parameter import Parameter, Shape
 from ..config import ModelConfig
 from ..decoder import Decoder, LayerStack
 from ..families import FAMILIES, Json, read_field, read_optional
@@ -58,7 +58,7 @@ class DrafterConfig:
     kind: DrafterKind
     name: str
     """The checkpoint as given by the user."""
-    directory: Path | None
+    directory: Path | None = None
     """The checkpoint; None for a preset, whose weights are random."""
     model: ModelConfig
     """The config of its decoder layers."""
@@ -103,14 +103,11 @@ class DrafterConfig:
         return sum(parameter_bytes(parameter, kernels, dtype) for parameter in self.parameters)
 
 
-ReadDrafter: TypeAlias = Callable[
-    [str, Path, Json, Mapping[str, object], ModelConfig], DrafterConfig
-]
-
-"""Reads a drafter that shares modules with its target, from its name as given by the user, the
-directory of its checkpoint, its `config.json`, the names of its tensors and the config of the
-target. Raises `CheckpointError` if a field is missing, mistyped or of an unsupported variant, and
-`ConfigError` if it does not fit the target."""
+ReadDrafter: TypeAlias = Callable[[str, Json, Mapping[str, Shape], ModelConfig], DrafterConfig]
+"""Reads a drafter that shares modules with its target, from its name as given by the user, its
+`config.json`, the names and shapes of its tensors and the config of the target. Raises
+`CheckpointError` if a field is missing, mistyped or of an unsupported variant, and `ConfigError` if
+it does not fit the target."""
 
 
 def check_fits(name: str, sizes: Mapping[str, tuple[object, object]]) -> None:

@@ -16,7 +16,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
@@ -78,7 +77,7 @@ def is_eagle3(config: Json) -> bool:
 
 
 def eagle3_config(
-    name: str, directory: Path, config: Json, names: Container[str], target: ModelConfig
+    name: str, config: Json, names: Container[str], target: ModelConfig
 ) -> DrafterConfig:
     """Read the `config.json` of a head: see `ReadDrafter`."""
     speculators = config.get("speculators_model_type") is not None
@@ -141,7 +140,6 @@ def eagle3_config(
     return DrafterConfig(
         kind="eagle3",
         name=name,
-        directory=directory,
         model=model,
         plan=plan,
         parameters=tuple(parameters),
@@ -340,7 +338,7 @@ def is_unused_by_mtp(name: str, drafter: DrafterConfig) -> bool:
 
 
 def mtp_config(
-    name: str, directory: Path, config: Json, names: Mapping[str, Shape], target: ModelConfig
+    name: str, config: Json, names: Mapping[str, Shape], target: ModelConfig
 ) -> DrafterConfig:
     """Read the first module of the target's checkpoint; see `ReadDrafter`."""
     layout = target.family.mtp
@@ -383,7 +381,6 @@ def mtp_config(
     return DrafterConfig(
         kind="mtp",
         name=name,
-        directory=directory,
         model=target,
         plan=plan,
         parameters=tuple(parameter.stored_in(names) for parameter in parameters),
