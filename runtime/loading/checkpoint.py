@@ -520,7 +520,7 @@ def check_tied_head(reader: CheckpointReader) -> None:
         return
     equal = head.shape == embedding.shape
     if equal:
-        stored, embeddings = reader.tensor(_HEAD), reader.tensor(_EMBEDDING)
+        stored, embeddings = (reader.read(Source(n, head.shape)) for n in (_HEAD, _EMBEDDING))
         rows = max(1, _ELEMENTS_COMPARED // max(1, head.shape[-1]))
         equal = all(
             torch.equal(ours.float(), theirs.float())

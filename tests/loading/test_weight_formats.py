@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,12 @@ from stepgraph.runtime.kernels.ops.parameter import (
 from stepgraph.runtime.kernels.weights import Header, checkpoint_formats
 from stepgraph.runtime.kernels.weights.float4 import GPT_OSS
 from stepgraph.runtime.kernels.weights.grouped import NF4
-from stepgraph.runtime.loading.checkpoint import CheckpointReader, check_layout, read_config
+from stepgraph.runtime.loading.checkpoint import (
+    CheckpointReader,
+    check_layout,
+    check_tied_head,
+    read_config,
+)
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -595,6 +601,20 @@ def test_weights_are_replaced_by_others_in_the_same_format(
             engine.reload_weights(tmp_path / "other")
         engine.reload_weights(tmp_path / "b")
         torch.testing.assert_close(engine.score(token_ids, 20), expected, rtol=0, atol=1e-3)
+
+
+def test_a_head_in_codes_is_compared_with_the_embedding(tmp_path: Path) -> None:
+    stored, weight = awq(np.random.default_rng(1), 32, 64, 32)
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": LAYOUTS["awq"][1]}))
+    for embedding, equal in ((weight.float(), True), (-weight.float(), False)):
+        tensors = {f"lm_head{suffix}": tensor.contiguous() for suffix, tensor in stored.items()}
+        tensors["model.embed_tokens.weight"] = embedding
+        save_file(tensors, tmp_path / "model.safetensors")
+        with (
+            nullcontext() if equal else pytest.raises(CheckpointError),
+            CheckpointReader(tmp_path) as reader,
+        ):
+            check_tied_head(reader)
 
 
 def test_blocks_without_scales(tiny: Callable[[str], TinyModel], tmp_path: Path) -> None:

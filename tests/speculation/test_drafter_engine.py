@@ -13,7 +13,7 @@ import torch
 from stepgraph.runtime import Engine, EngineConfig, SamplingParams
 from stepgraph.runtime.kernels import have_compiler
 
-from ..rigs.engine_rig import MIXED_PARAMS, Open, greedy, loop_of
+from ..rigs.engine_rig import MIXED_PARAMS, Open, greedy, loop_of, parts_of
 from ..rigs.fake_graphs import FakeGraphs, make_fake_graphs  # noqa: F401
 from ..rigs.head_references import write_dflash, write_eagle3
 from ..rigs.mtp_models import KINDS, write_predictable
@@ -223,6 +223,20 @@ def test_the_step_after_a_prompt_verifies_drafts(
     engine.generate(base.prompts(9), greedy(5, n=2))  # there are 3 slots left, and none are added
     assert engine.stats()["speculation"]["accepted"] == accepted + 4
     engine.check_integrity()
+
+
+@pytest.mark.parametrize("weight_dtype", ["auto", "int8", "int4"])
+def test_memory_is_planned_for_a_drafter_as_it_is_stored(
+    open_engine: Open, base: TinyModel, weight_dtype: str
+) -> None:
+    """Its weights have the names of the target's, which may be codes."""
+    sizes = SIZES | {"kernels": "native", "weight_dtype": weight_dtype}
+    engine = open_engine("base", **sizes, speculation=drafting(base.directory, 3))
+    parts = parts_of(engine)
+    drafter = parts.runner.drafter
+    assert drafter is not None
+    stored = parts.model.weight_bytes + drafter.drafter.weight_bytes
+    assert parts.plan.terms["weights"] == stored
 
 
 def test_nothing_of_an_earlier_request_is_left_in_new_blocks(

@@ -37,6 +37,7 @@ from ...kernels.ops.layer_plan import LayerPlan, ModelPlan
 from ...kernels.ops.linear import Projection
 from ...kernels.ops.operation import Operation
 from ...kernels.ops.parameter import Parameter, Shape
+from ...kernels.weights import INT4, MODEL
 from ..config import ModelConfig
 from ..decoder import Decoder, LayerStack
 from ..families import FAMILIES, Json, read_field, read_optional
@@ -99,8 +100,10 @@ class DrafterConfig:
         return LayerGroup(index, tuple(layers), (replace(state, window=window),) * len(layers))
 
     def weight_bytes(self, kernels: Kernels, dtype: torch.dtype) -> int:
-        """Return the bytes of its own parameters as the kernels store them."""
-        return sum(parameter_bytes(parameter, kernels, dtype) for parameter in self.parameters)
+        """Return the bytes of its own parameters as the kernels store them, none as codes."""
+        weights = MODEL if kernels.weights == INT4 else kernels.weights
+        own = replace(kernels, weights=weights, codes={})  # the target's have the same names
+        return sum(parameter_bytes(parameter, own, dtype) for parameter in self.parameters)
 
 
 ReadDrafter: TypeAlias = Callable[[str, Json, Mapping[str, Shape], ModelConfig], DrafterConfig]
