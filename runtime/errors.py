@@ -36,7 +36,8 @@ class CheckpointError(StepgraphError):
 
     Attributes:
         code: what was found instead, such as `peft`, `mistral`, `mlx`, `modelopt`,
-            `quantized`, `pickle` or `no_config`; None for other reasons.
+            `quantized`, `pickle` or `no_config`; for a packaged model that could not be downloaded
+            `no_pip`, `download`, `checksum` or `storage`; None for other reasons.
     """
 
     def __init__(self, message: str = "", *, code: str | None = None) -> None:

@@ -23,7 +23,7 @@ from ...profiling.trace import TraceError
 from ..arguments import described_fields
 from ..config import EngineConfig
 from ..errors import ConfigError, MemoryBudgetError, StepgraphError, StepPreparationError
-from ..tools.arguments import flag_settings, flag_type, integer
+from ..tools.arguments import MODEL_HELP, flag_settings, flag_type, integer
 from .peer_runner import RUNTIMES
 from .peers import PeerSpec, peer_spec
 
@@ -132,8 +132,7 @@ def _field(
 FLAGS: dict[str, dict[str, Flag]] = {
     "model and engine": {
         "model": Flag(
-            "checkpoint directory, GGUF file, hub id, preset:NAME (random weights) or demo"
-            " (default: demo)",
+            f"{MODEL_HELP} (default: demo)",
             *(["demo"], ["demo"], _LIST),
         ),
         "device": _field("device", many=False),

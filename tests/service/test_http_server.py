@@ -23,13 +23,12 @@ from stepgraph.runtime.engine.engine_stats import EngineCounters
 from stepgraph.runtime.service.http import connection, server
 from stepgraph.runtime.service.http.command import (
     ACCESS_LOG,
-    in_flags,
     logs_to_stderr,
     make_parser,
     run,
 )
 from stepgraph.runtime.service.http.server import ThroughputLog
-from stepgraph.runtime.tools.arguments import config_of
+from stepgraph.runtime.tools.arguments import config_of, in_flags
 
 from ..rigs.http_rig import COMPLETIONS, events_of
 from ..rigs.http_servers import HEADERS, KEY, SECONDS, Command, Threaded, body_of, request

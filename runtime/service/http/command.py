@@ -20,7 +20,16 @@ from typing import Any
 from ....profiling.command_line import CommandParser
 from ...config import EngineConfig
 from ...errors import ConfigError
-from ...tools.arguments import add_config_flags, config_of, flag_type, integer, parse_bytes
+from ...tools.arguments import (
+    MODEL_HELP,
+    add_config_flags,
+    config_of,
+    flag_type,
+    in_flags,
+    integer,
+    non_empty,
+    parse_bytes,
+)
 from ..service_config import ServiceConfig
 
 API_KEY_VARIABLE = "STEPGRAPH_API_KEY"
@@ -129,10 +138,9 @@ def make_parser() -> CommandParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    model = "checkpoint directory, GGUF file, hub id, preset:NAME (random weights) or demo"
-    parser.add_argument("model", type=_non_empty, help=model)
+    parser.add_argument("model", type=non_empty, help=MODEL_HELP)
     http = parser.add_argument_group("HTTP")
-    text = partial(http.add_argument, type=_non_empty)
+    text = partial(http.add_argument, type=non_empty)
     shown = "(default: %(default)s)"
     text("--host", default="127.0.0.1", help=f"address to listen on, 0.0.0.0 for all {shown}")
     port = integer(0, 65535)
@@ -184,13 +192,6 @@ def make_parser() -> CommandParser:
     return parser
 
 
-def _non_empty(text: str) -> str:
-    """Refuse what an unset variable of a shell gives: an empty host would be every address."""
-    if not text:
-        raise argparse.ArgumentTypeError("it is empty")
-    return text
-
-
 def _seconds(text: str) -> float:
     seconds = float(text)
     if not 0 <= seconds <= MAX_SECONDS:
@@ -202,9 +203,3 @@ def api_keys_of_environment() -> list[str]:
     """Return the key in `API_KEY_VARIABLE`, if there is one."""
     key = os.environ.get(API_KEY_VARIABLE)
     return [key] if key else []
-
-
-def in_flags(error: Exception) -> str:
-    """Return the message of an error, after the flag of the field that it is about."""
-    flag = error.flag if isinstance(error, ConfigError) else None
-    return str(error) if flag is None else f"{flag}: {error}"

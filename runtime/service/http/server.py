@@ -23,13 +23,14 @@ import uvloop
 
 from ...config import EngineConfig
 from ...errors import ConfigError, MemoryBudgetError, StepgraphError, StepPreparationError
+from ...tools.arguments import in_flags
 from ..async_engine import AsyncEngine
 from ..health import Phase, ServiceSnapshot
 from ..metrics import EngineMetrics
 from ..service_config import ServiceConfig
 from ..tracing import trace_requests
 from .app import app
-from .command import PROGRAM, api_keys_of_environment, in_flags
+from .command import PROGRAM, api_keys_of_environment
 from .connection import LimitedConnection
 
 logger = logging.getLogger("stepgraph.serve")
