@@ -1,4 +1,4 @@
-# Everything runs in .venv, which is made on first use. ARGS goes to bench.py or to pytest:
+# Everything runs in .venv, which is made on first use. ARGS goes to the command:
 #   make bench ARGS="--model preset:smollm2-135m --batch-size 1 8"
 #   make test ARGS="-k scheduler"
 #   make test ARGS="-m slow"   (the sweeps that `make test` leaves out)
@@ -18,10 +18,13 @@ PYTEST := -m pytest -n 2 --dist loadfile --max-worker-restart 0
 test test-oldest: export PYTHONDONTWRITEBYTECODE =
 LINKS := build/editable
 
-.PHONY: bench test test-oldest check format house golden clean
+.PHONY: bench chat test test-oldest check format house golden clean
 
 bench: $(VENV)/.installed
 	$(BIN)/python bench.py $(ARGS)
+
+chat: $(VENV)/.installed-chat
+	@$(BIN)/stepgraph chat smollm2 --temperature 0.2 $(ARGS)
 
 test: $(VENV)/.installed-test
 	$(BIN)/python $(PYTEST) $(ARGS)
@@ -50,6 +53,10 @@ golden: $(VENV)/.installed-test
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --editable .
+	touch $@
+
+$(VENV)/.installed-chat: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --editable ".[chat,gguf]"
 	touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed

@@ -41,10 +41,14 @@ def print_text(text: str) -> None:
     try:
         print(text, flush=True)
     except BrokenPipeError:
-        # The rest of the buffer would fail again when Python exits.
-        devnull = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(devnull, sys.stdout.fileno())
-        os.close(devnull)
+        discard_stdout()
+
+
+def discard_stdout() -> None:
+    """Drop the rest of the output to a closed pipe, which would fail again when Python exits."""
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, sys.stdout.fileno())
+    os.close(devnull)
 
 
 def aligned(head: Sequence[str], cells: Sequence[Sequence[str]], text_columns: int) -> list[str]:

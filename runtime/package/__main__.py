@@ -40,6 +40,18 @@ def _bench(arguments: Sequence[str]) -> int:
     return cli.main(arguments)
 
 
+def _chat(arguments: Sequence[str]) -> int:
+    from .runtime.tools import chat
+
+    return chat.main(arguments)
+
+
+def _run(arguments: Sequence[str]) -> int:
+    from .runtime.tools import chat
+
+    return chat.run(arguments)
+
+
 def _serve(arguments: Sequence[str]) -> int:
     from .runtime.service.http import command
 
@@ -74,6 +86,8 @@ def _build_kernels(arguments: Sequence[str]) -> int:
 
 
 COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
+    "chat": ("chat with a model in the terminal, or line by line over pipes", _chat),
+    "run": ("print the answer to one prompt", _run),
     "bench": ("measure decode steps, or run another scenario", _bench),
     "serve": ("serve a model over HTTP with the API of OpenAI", _serve),
     "explain": ("predict the memory or the decode step of a model without loading it", _explain),

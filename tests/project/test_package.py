@@ -32,6 +32,8 @@ USAGE_ERRORS = (
     *("serve demo --ssl-certfile missing", "serve demo --speculation '{'", "serve demo --no-such"),
     *("serve demo --port 99999", "serve demo --tenant-weights a", "serve demo --host ''"),
     *("serve demo --max-queued-requests 0", ""),
+    *("chat --no-such", "chat ''", "chat demo --temperature hot", "run demo", "run demo a b"),
+    "chat demo --memory-bytes 1 --memory-tokens 1",
 )
 HELP = ("--version", "--help", "explain memory --help", *(f"{name} --help" for name in COMMANDS))
 
@@ -76,7 +78,7 @@ def fake_torch(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("arguments", [["bench"], ["explain", "memory"]], ids=" ".join)
+@pytest.mark.parametrize("arguments", [["bench"], ["explain", "memory"], ["chat"]], ids=" ".join)
 def test_an_interrupt_while_torch_loads(tmp_path: Path, arguments: list[str]) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "stepgraph", *arguments],
