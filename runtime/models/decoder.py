@@ -294,8 +294,6 @@ class LayerStack(nn.Module):
                 assert leaf in ("weight", "bias"), name
                 return module, {leaf: weight.to(self.device)}
         assert isinstance(module, Projection)
-        if packed is None and not isinstance(weight, Tensor):
-            packed = torch.empty(self.kernels.codes[name], dtype=torch.uint8)
         try:
             return module, module.as_stored(weight, self.dtype, self.device, packed)
         except ValueError as error:

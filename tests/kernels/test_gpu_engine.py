@@ -24,6 +24,7 @@ from stepgraph.runtime.kernels.triton.experts import triton_experts
 from stepgraph.runtime.kernels.triton.kernel_calls import INTERPRETED
 from stepgraph.runtime.tools.compile_ahead import record_steps
 
+from ..loading.test_weight_formats import SIZES, save_as
 from ..rigs.engine_rig import Open
 from ..rigs.expert_models import EXPERT_VARIANTS
 from ..rigs.head_references import write_eagle3
@@ -64,7 +65,7 @@ def gpu_engine(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> Open:
     # Tested elsewhere; interpreted, it takes longer than the engine.
     monkeypatch.setattr(startup, "check_kernels", lambda kernels, *_, **__: kernels)
 
-    def make(variant: str, **config: Any) -> Engine:
+    def make(variant: str | Path, **config: Any) -> Engine:
         settings = {
             "device": DEVICE,
             "mode": "eager",
@@ -74,7 +75,8 @@ def gpu_engine(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> Open:
             "num_blocks": 512,
             "prefill_chunk": 8,
         } | config
-        return Engine.from_pretrained(tiny(variant).directory, EngineConfig(**settings))
+        found = tiny(variant).directory if isinstance(variant, str) else variant
+        return Engine.from_pretrained(found, EngineConfig(**settings))
 
     return make
 
@@ -168,3 +170,27 @@ def test_few_rows_take_few_kernels_a_layer(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(greedy) >= 2
     for step in greedy:
         assert len(step.kernel_calls) <= 5 * 16 + 5, step.name
+
+
+LAYOUTS = ["awq", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fp8_blocks", "nvfp4"))]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_codes_of_a_checkpoint_are_kept(
+    gpu_engine: Open,
+    tiny: Tiny,
+    tmp_path: Path,
+    layout: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Chunks of a prompt and decode steps have the logits of the dequantised model."""
+    model = tiny("wide_groups")
+    reference = save_as(layout, model, tmp_path, SIZES.get(layout, 32))
+    (token_ids,) = model.prompts(7, seed=3)
+    with torch.no_grad():
+        expected = reference(torch.tensor([token_ids])).logits[0, 5:]
+    with gpu_engine(tmp_path, dtype="float32") as engine:
+        logits = engine.score(token_ids, 6).cpu()
+        assert engine.stats()["fallbacks"] == 0
+    torch.testing.assert_close(logits, expected, rtol=0, atol=5e-4 * float(expected.std()))
+    assert "decoded while they are loaded" not in caplog.text

@@ -394,7 +394,7 @@ def _blocks(
             weight_BNK = weight_BNK.float()
         else:
             data_NK, scales = weight_BNK.flatten(0, 1), scales[expert_B].flatten(0, 1)
-            weight_BNK = dequantise(data_NK, scales).view(weight_BNK.shape)
+            weight_BNK = dequantise(data_NK, scales).unflatten(0, weight_BNK.shape[:2])
         out = x.float() @ weight_BNK.transpose(1, 2)
         return out if bias is None else out + bias[expert_B][:, None].float()
 

@@ -213,12 +213,7 @@ class Projection(nn.Module):
         Raises ValueError for NaN or infinity in a weight to quantise, naming the row.
         """
         if not isinstance(weight, Tensor):
-            assert self.kernels.pack_parts is not None, "`Kernels.codes` is empty"
-            assert packed is not None
-            each = len(weight) // self.matrices
-            for i, memory in enumerate(packed.chunk(self.matrices)):
-                self.kernels.pack_parts(weight[i * each : (i + 1) * each], dtype, memory)
-            return {"weight": packed.to(device)}
+            return self._packed_parts(weight, dtype, device, packed)
         stored: dict[str, torch.Tensor] = {}
         if self.kernels.pack is None:
             weight = weight.to(device)
@@ -226,6 +221,20 @@ class Projection(nn.Module):
             weight, scales = self.kernels.weights.quantise(weight)
             stored["scales"] = scales.to(device)
         stored["weight"] = self._packed(weight).to(device)
+        return stored
+
+    def _packed_parts(
+        self, parts: Parts, dtype: torch.dtype, device: torch.device, packed: Tensor | None
+    ) -> dict[str, torch.Tensor]:
+        pack, each = self.kernels.pack_parts, len(parts) // self.matrices
+        assert pack is not None, "`Kernels.codes` is empty"
+        memory = [None] * self.matrices if packed is None else packed.chunk(self.matrices)
+        found = [pack(parts[i * each : (i + 1) * each], dtype, own) for i, own in enumerate(memory)]
+        if packed is None:
+            packed = torch.cat([data for data, _ in found])
+        stored = {"weight": packed.to(device)}
+        if scales := [own for _, own in found if own is not None]:
+            stored["scales"] = torch.cat(scales).to(device)
         return stored
 
     def _packed(self, weight: torch.Tensor) -> torch.Tensor:

@@ -18,9 +18,39 @@ from ..ops.linear import LinearTensors, reference_linear
 from ..ops.stack import DecodeStep, Stack
 from ..weights import WeightStorage
 from .fusion import fusion_obstacle
+from .packed_codes import pack_parts, parts_bytes
 
 if TYPE_CHECKING:
     from .stack import Operations
+
+
+def _linear_of_codes(
+    x_TK: Tensor,
+    weight_NK: Tensor,
+    bias_N: Tensor | None,
+    out_features: int,
+    scales: Tensor,
+    batch_invariant: bool,
+) -> Tensor:
+    from .stack import Operations
+
+    operations = Operations.batch_invariant() if batch_invariant else Operations()
+    out_TN = x_TK.new_empty(x_TK.shape[0], out_features)
+    linear = LinearTensors(weight_NK, scales, bias_N)
+    operations.norm_linear(x_TK.contiguous(), linear, out_TN)
+    return out_TN
+
+
+torch.library.define(
+    "stepgraph::linear_of_codes",
+    "(Tensor x, Tensor weight, Tensor? bias, int out_features, Tensor scales, bool invariant)"
+    " -> Tensor",
+)
+torch.library.impl("stepgraph::linear_of_codes", "CUDA", _linear_of_codes)
+torch.library.register_fake(
+    "stepgraph::linear_of_codes",
+    lambda x_TK, weight, bias, out_features, *_: x_TK.new_empty(x_TK.shape[0], out_features),
+)
 
 
 def gpu_kernels(
@@ -62,9 +92,14 @@ def gpu_kernels(
         out_features: int,
         scales_N: Tensor | None = None,
     ) -> Tensor:
-        """As `reference_linear`, by `Operations.norm_linear` where torch does not compile it."""
+        """As `reference_linear`, by `Operations.norm_linear` of codes and where torch does not
+        compile it."""
         if torch.compiler.is_compiling():
-            return reference_linear(x_TK, weight_NK, bias_N, out_features, scales_N)
+            if scales_N is None or weights.dtype is not None:
+                return reference_linear(x_TK, weight_NK, bias_N, out_features, scales_N)
+            arguments = (x_TK, weight_NK, bias_N, out_features, scales_N, batch_invariant)
+            found: Tensor = torch.ops.stepgraph.linear_of_codes.default(*arguments)
+            return found
         out_TN = x_TK.new_empty(x_TK.shape[0], out_features)
         chosen().norm_linear(x_TK, LinearTensors(weight_NK, scales_N, bias_N), out_TN)
         return out_TN
@@ -88,4 +123,6 @@ def gpu_kernels(
         stack_obstacle=fusion_obstacle,
         make_decode_step=None if batch_invariant else make_decode_step,
         batch_invariant=batch_invariant,
+        pack_parts=pack_parts,
+        parts_bytes=parts_bytes,
     )

@@ -14,8 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ..ops.linear import LinearTensors
+from ..weights.stored import in_features
 from .kernel_calls import call_kernel, let_dependents_start, wait_for_inputs
-from .quantised import as_numbers, kernel_weight
+from .quantised import as_numbers, kernel_weight, load_groups
 
 
 class EmbeddingTable(NamedTuple):
@@ -61,7 +62,7 @@ def begin_decode(
     `rows_T`, `token_ids_R` and `positions_R` are int64, `block_tables` is int32 `[G, R, B]`.
     `rotations` are the frequencies and amplitudes of a `BoundModel`.
     """
-    tokens, hidden = rows_T.shape[0], embedding.weight.shape[1]
+    tokens, hidden = rows_T.shape[0], in_features(embedding.weight)
     groups, state_rows, columns = block_tables.shape
     kinds, half = rotations[0].shape
     device = rows_T.device
@@ -91,8 +92,8 @@ def _begin_decode(  # type: ignore[no-untyped-def]
     amplitudes_ptr, x_ptr, own_positions_ptr, slots_ptr, cos_ptr, sin_ptr, tokens, state_rows,
     columns, block_size, hidden, half, factor, first, held, GROUPS: tl.constexpr,
     KINDS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, STORAGE: tl.constexpr,
-    NATIVE_FP8: tl.constexpr, SCALE_BLOCKS: tl.constexpr, SCALED: tl.constexpr, PART: tl.constexpr,
-    PDL: tl.constexpr,
+    NATIVE_FP8: tl.constexpr, SCALE_BLOCKS: tl.constexpr, GROUP: tl.constexpr,
+    MINIMUMS: tl.constexpr, SCALED: tl.constexpr, PART: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0)
     part = tl.program_id(1)
@@ -122,11 +123,19 @@ def _begin_decode(  # type: ignore[no-untyped-def]
             token_id -= first
             inside &= (token_id >= 0) & (token_id < held)
             token_id = tl.minimum(tl.maximum(token_id, 0), held - 1)
-        x = tl.load(embedding_ptr + token_id * hidden + d, mask=inside, other=0)
-        x = as_numbers(x, STORAGE, NATIVE_FP8)
+        if STORAGE == "codes":
+            row_ptr = embedding_ptr + token_id * (hidden // 8 + 4)
+            code = tl.load(row_ptr + d // 8, mask=inside, other=0) >> (d % 8 * 4) & 15
+            level = tl.load(row_ptr + hidden // 8 + code // 4) >> (code % 4 * 8) & 255
+            x = (level - 128).to(tl.float32)
+        else:
+            x = tl.load(embedding_ptr + token_id * hidden + d, mask=inside, other=0)
+            x = as_numbers(x, STORAGE, NATIVE_FP8)
         if SCALE_BLOCKS:
-            scale_at = token_id * SCALE_BLOCKS + d // 128
-            x = x * tl.load(scales_ptr + scale_at, mask=inside, other=0.0)
+            scales, minimums = load_groups(
+                scales_ptr, token_id, d, inside, False, SCALE_BLOCKS, GROUP, MINIMUMS
+            )
+            x = x * scales - minimums if MINIMUMS else x * scales
         elif scales_ptr is not None:
             x = x * tl.load(scales_ptr + token_id)
         x = x.to(x_ptr.dtype.element_ty)

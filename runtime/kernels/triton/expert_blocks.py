@@ -31,7 +31,7 @@ from ..weights.stored import FP8_BLOCK
 from .expert_routing import Routed
 from .kernel_calls import call_kernel, let_dependents_start, wait_for_inputs
 from .linear import LinearConfig
-from .quantised import as_operand, kernel_weight
+from .quantised import as_operand, decoded_tile, is_grouped, kernel_weight, load_levels
 from .rowwise import activate, activation_constants, scaled
 
 _MOST_ROWS = 128
@@ -215,9 +215,9 @@ def product_of_blocks(  # type: ignore[no-untyped-def]
     output_weights_ptr, out_ptr, PAIRS, N,
     K: tl.constexpr, PER_TOKEN: tl.constexpr, TOTAL: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, STORAGE: tl.constexpr,
-    NATIVE_FP8: tl.constexpr, SCALE_BLOCKS: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr,
-    TRANSPOSED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, UP_OFFSET: tl.constexpr,
-    PDL: tl.constexpr,
+    NATIVE_FP8: tl.constexpr, SCALE_BLOCKS: tl.constexpr, GROUP: tl.constexpr,
+    MINIMUMS: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, TRANSPOSED: tl.constexpr,
+    LIMIT: tl.constexpr, ALPHA: tl.constexpr, UP_OFFSET: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (block, i): `BLOCK_N` output features of the pairs of a block.
 
@@ -228,7 +228,9 @@ def product_of_blocks(  # type: ignore[no-untyped-def]
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     HALVES: tl.constexpr = 2 if GATED else 1
     R: tl.constexpr = BLOCK_N * HALVES
+    GROUPED: tl.constexpr = is_grouped(STORAGE, GROUP, MINIMUMS)
     let_dependents_start(PDL)
+    levels = load_levels(w_ptr, K, STORAGE)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, R) // HALVES
     row = tl.minimum(n, N - 1) + tl.arange(0, R) % HALVES * N
     wait_for_inputs(PDL)
@@ -253,13 +255,19 @@ def product_of_blocks(  # type: ignore[no-untyped-def]
         x = tl.load(x_rows + k[:, None], mask=(k < K)[:, None], other=0.0)
         if input_weights_ptr is not None:
             x = (x.to(tl.float32) * factors).to(dtype)
-        columns = k.to(tl.int64) * N if TRANSPOSED else k
-        mask = (k < K)[None, :]
-        if TRANSPOSED:
-            mask &= (n < N)[:, None]
-        w = tl.load(w_rows + columns[None, :], mask=mask, other=0)
-        w = as_operand(w, STORAGE, NATIVE_FP8, dtype)
-        if SCALE_BLOCKS:
+        if GROUPED:
+            w = decoded_tile(
+                w_ptr, scale_ptr, levels, rows, start, K, BLOCK_K, STORAGE, NATIVE_FP8,
+                SCALE_BLOCKS, GROUP, MINIMUMS,
+            ).to(dtype)  # fmt: skip
+        else:
+            columns = k.to(tl.int64) * N if TRANSPOSED else k
+            mask = (k < K)[None, :]
+            if TRANSPOSED:
+                mask &= (n < N)[:, None]
+            w = tl.load(w_rows + columns[None, :], mask=mask, other=0)
+            w = as_operand(w, STORAGE, NATIVE_FP8, dtype)
+        if SCALE_BLOCKS and not GROUPED:
             scales = tl.load(scale_ptr + rows * SCALE_BLOCKS + start // 128)
             sums += tl.dot(w, x, input_precision="ieee") * scales[:, None]
         else:

@@ -42,8 +42,8 @@ from .kernel_calls import (
     num_multiprocessors,
     wait_for_inputs,
 )
-from .linear import EXPERT_PRODUCTS, FEW_ROWS, LinearConfig
-from .quantised import as_numbers, kernel_weight
+from .linear import EXPERT_PRODUCTS, FEW_ROWS, LinearConfig, code_bits
+from .quantised import as_numbers, decoded_tile, is_grouped, kernel_weight, load_levels
 from .rowwise import activate, activation_constants, scaled
 from .tuning import Product, TuningKey, lookup, tuning_key
 
@@ -57,7 +57,8 @@ _TILE_BYTES = 8 << 10
 """Of a program for pairs, at a time."""
 _WIDEST, _TALLEST = 256, 32
 """Input features and rows of a weight of such a tile at most."""
-_STAGES = (3, 8)
+_STAGES, _CODE_STAGES = (3, 8), 5
+"""At least and at most; of 4-bit codes, of which some spill with more."""
 _ANY_PAIRS = 32
 """Pairs of a block that do not depend on the step: few have to be padded, and many share the reads
 of a weight."""
@@ -169,20 +170,21 @@ class ExpertSizes:
     """Of activations."""
     weight_dtype: torch.dtype
     scale_blocks: bool
-    """Whether each 128 input features have a scale."""
+    """Whether tiles are not wider than the 128 input features that share a scale."""
     device: torch.device
 
     @classmethod
     def of(cls, op: Experts, tokens: int, dtype: torch.dtype, linear: LinearTensors) -> ExpertSizes:
         """Return the sizes of a mixture; `linear` is one of its products."""
-        blocks = linear.scales is not None and linear.scales.dim() == 2
+        bits, scales = code_bits(linear.weight.dtype), linear.scales
+        blocks = bits >= 8 and scales is not None and scales.dim() > 1
         return cls(op, tokens, dtype, linear.weight.dtype, blocks, linear.weight.device)
 
     @property
     def default_kind(self) -> str:
         """`pairs` or `blocks`, see `fusion.runs_by_pair`."""
         rows, hidden = self.product(EXPERT_PRODUCTS[0])
-        expert_bytes = 3 * rows // 2 * hidden * self.weight_dtype.itemsize
+        expert_bytes = 3 * rows // 2 * hidden * code_bits(self.weight_dtype) / 8
         return "pairs" if runs_by_pair(self.op, self.tokens, expert_bytes) else "blocks"
 
     def product(self, kernel: str) -> tuple[int, int]:
@@ -216,16 +218,17 @@ def default_tiles(kernel: str, sizes: ExpertSizes, kind: str | None = None) -> L
     if (kind or sizes.default_kind) == "blocks":
         return block_tiles(pairs, sizes.op.total, sizes.dtype)
     rows, k = sizes.product(kernel)
-    itemsize, processors = sizes.weight_dtype.itemsize, num_multiprocessors(sizes.device)
+    bits, processors = code_bits(sizes.weight_dtype), num_multiprocessors(sizes.device)
     width = min(FP8_BLOCK if sizes.scale_blocks else _WIDEST, max(16, triton.next_power_of_2(k)))
     halves, columns = (2, pairs) if kernel == EXPERT_PRODUCTS[0] else (1, tokens)
-    height = min(_TALLEST, _TILE_BYTES // (width * itemsize))
+    # Codes take the registers of bfloat16.
+    height = min(_TALLEST, 8 * _TILE_BYTES // (width * (bits if bits >= 8 else 16)))
     while height > 2 * halves and columns * -(-rows // height) < _LEAST_PROGRAMS * processors:
         height //= 2
     programs = columns * -(-rows // height)
     resident = max(1, min(_RESIDENT, programs // processors))
-    ahead = -(-_IN_FLIGHT // (resident * height * width * itemsize))
-    stages = max(_STAGES[0], min(_STAGES[1], 1 + ahead))
+    ahead = -(-8 * _IN_FLIGHT // (resident * height * width * bits))
+    stages = max(_STAGES[0], min(_STAGES[1] if bits >= 8 else _CODE_STAGES, 1 + ahead))
     return LinearConfig(height, width, 4, "pairs", stages=stages)
 
 
@@ -261,13 +264,16 @@ def gate_up_kernel(  # type: ignore[no-untyped-def]
     x_ptr, w_ptr, scale_ptr, bias_ptr, experts_ptr, weights_ptr, out_ptr, N,
     K: tl.constexpr, PER_TOKEN: tl.constexpr, TOTAL: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, STAGES: tl.constexpr, STORAGE: tl.constexpr, NATIVE_FP8: tl.constexpr,
-    SCALE_BLOCKS: tl.constexpr, SCALED_INPUTS: tl.constexpr, GELU: tl.constexpr,
-    LIMIT: tl.constexpr, ALPHA: tl.constexpr, UP_OFFSET: tl.constexpr, PDL: tl.constexpr,
+    SCALE_BLOCKS: tl.constexpr, GROUP: tl.constexpr, MINIMUMS: tl.constexpr,
+    SCALED_INPUTS: tl.constexpr, GELU: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
+    UP_OFFSET: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (pair, i): `BLOCK_N` features of the activation of a token's expert."""
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     R: tl.constexpr = 2 * BLOCK_N
+    GROUPED: tl.constexpr = is_grouped(STORAGE, GROUP, MINIMUMS)
     let_dependents_start(PDL)
+    levels = load_levels(w_ptr, K, STORAGE)
     pair = tl.program_id(0)
     # Of gate and up the rows of the same features, in turn.
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, R) // 2
@@ -287,9 +293,16 @@ def gate_up_kernel(  # type: ignore[no-untyped-def]
         x = tl.load(x_row + k, mask=k < K, other=0.0).to(tl.float32)
         if SCALED_INPUTS:
             x = (x * factor).to(dtype).to(tl.float32)
-        w = tl.load(w_ptr + rows[:, None] * K + k[None, :], mask=(k < K)[None, :], other=0)
-        products = as_numbers(w, STORAGE, NATIVE_FP8) * x[None, :]
-        if SCALE_BLOCKS:
+        if GROUPED:
+            w = decoded_tile(
+                w_ptr, scale_ptr, levels, rows, start, K, BLOCK_K, STORAGE, NATIVE_FP8,
+                SCALE_BLOCKS, GROUP, MINIMUMS,
+            )  # fmt: skip
+        else:
+            w = tl.load(w_ptr + rows[:, None] * K + k[None, :], mask=(k < K)[None, :], other=0)
+            w = as_numbers(w, STORAGE, NATIVE_FP8)
+        products = w * x[None, :]
+        if SCALE_BLOCKS and not GROUPED:
             products *= tl.load(scale_ptr + rows * SCALE_BLOCKS + start // 128)[:, None]
         sums += products
     out = tl.sum(sums, axis=1)
@@ -308,8 +321,8 @@ def down_kernel(  # type: ignore[no-untyped-def]
     x_ptr, w_ptr, scale_ptr, bias_ptr, experts_ptr, weights_ptr, residual_ptr, out_ptr, N,
     K: tl.constexpr, PER_TOKEN: tl.constexpr, PLACES: tl.constexpr, TOTAL: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, STORAGE: tl.constexpr,
-    NATIVE_FP8: tl.constexpr, SCALE_BLOCKS: tl.constexpr, SCALED_INPUTS: tl.constexpr,
-    SCALE: tl.constexpr, PDL: tl.constexpr,
+    NATIVE_FP8: tl.constexpr, SCALE_BLOCKS: tl.constexpr, GROUP: tl.constexpr,
+    MINIMUMS: tl.constexpr, SCALED_INPUTS: tl.constexpr, SCALE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (t, i): `BLOCK_N` output features of token t, summed over its experts.
 
@@ -318,7 +331,9 @@ def down_kernel(  # type: ignore[no-untyped-def]
     """
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    GROUPED: tl.constexpr = is_grouped(STORAGE, GROUP, MINIMUMS)
     let_dependents_start(PDL)
+    levels = load_levels(w_ptr, K, STORAGE)
     t = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.minimum(n, N - 1)
@@ -346,13 +361,20 @@ def down_kernel(  # type: ignore[no-untyped-def]
         k = start + tl.arange(0, BLOCK_K)
         rows = tl.sum(tl.where(places == place, experts, 0), axis=0).to(tl.int64) * N + row
         x = tl.load(x_ptr + (first + place) * K + k, mask=k < K, other=0.0).to(tl.float32)
-        w = tl.load(w_ptr + rows[:, None] * K + k[None, :], mask=(k < K)[None, :], other=0)
+        if GROUPED:
+            w = decoded_tile(
+                w_ptr, scale_ptr, levels, rows, start, K, BLOCK_K, STORAGE, NATIVE_FP8,
+                SCALE_BLOCKS, GROUP, MINIMUMS,
+            )  # fmt: skip
+        else:
+            w = tl.load(w_ptr + rows[:, None] * K + k[None, :], mask=(k < K)[None, :], other=0)
+            w = as_numbers(w, STORAGE, NATIVE_FP8)
         if not SCALED_INPUTS:
             x *= tl.sum(tl.where(places == place, factors, 0.0), axis=0)
-        products = as_numbers(w, STORAGE, NATIVE_FP8) * x[None, :]
-        if SCALE_BLOCKS:
+        products = w * x[None, :]
+        if SCALE_BLOCKS and not GROUPED:
             products *= tl.load(scale_ptr + rows * SCALE_BLOCKS + start // 128)[:, None]
-        elif scale_ptr is not None:
+        elif scale_ptr is not None and not SCALE_BLOCKS:
             products *= tl.load(scale_ptr + rows)[:, None]
         sums += products
     out = scaled(tl.sum(sums, axis=1) + bias, SCALE, dtype).to(dtype)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..ops.linear import LinearTensors, linear_in_float32
 from ..ops.norms import RMSNorm
+from ..weights.stored import LEVEL_BYTES
 
 ROW_CLASSES = (1, 2, 4)
 """Numbers of rows that kernels are compiled for; fewer rows run in the next larger class."""
@@ -27,8 +28,20 @@ STORAGES = {
     torch.float16: "float16",
     torch.int8: "int8",
     torch.float8_e4m3fn: "fp8",
+    torch.uint8: "codes",
 }
-"""How kernels call what a weight holds."""
+"""How kernels call what a weight holds; `codes` have 4 bits, see `packed_codes.py`."""
+
+
+def code_bits(dtype: torch.dtype) -> int:
+    """Return the bits of a number of a weight that is stored in `dtype`."""
+    return 4 if STORAGES[dtype] == "codes" else 8 * dtype.itemsize
+
+
+def row_bytes(k: int, dtype: torch.dtype) -> int:
+    """Return the bytes of a row of a weight that is stored in `dtype`, without scales."""
+    levels = LEVEL_BYTES if STORAGES[dtype] == "codes" else 0
+    return k * code_bits(dtype) // 8 + levels
 
 
 class GpuNorm(NamedTuple):

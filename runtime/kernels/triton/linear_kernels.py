@@ -39,6 +39,7 @@ from torch import Tensor
 
 from ..ops.activation import Activate
 from ..ops.linear import LinearTensors
+from ..weights.stored import in_features
 from .kernel_calls import (
     call_kernel,
     is_aligned,
@@ -53,10 +54,19 @@ from .linear import (
     GpuNorm,
     LinearConfig,
     Pending,
+    code_bits,
     reference_linear,
     row_class,
 )
-from .quantised import as_numbers, as_operand, kernel_weight
+from .quantised import (
+    as_numbers,
+    as_operand,
+    decoded_tile,
+    is_grouped,
+    kernel_weight,
+    load_groups,
+    load_levels,
+)
 from .rowwise import (
     activate,
     activate_rows,
@@ -88,9 +98,9 @@ def linear_of_few_rows(  # type: ignore[no-untyped-def]
     out_ptr, T, N, eps, post_eps, K: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, V: tl.constexpr, STATISTICS: tl.constexpr,
     WORD: tl.constexpr, STORAGE: tl.constexpr, NATIVE_FP8: tl.constexpr, SCALE_BLOCKS: tl.constexpr,
-    OFFSET: tl.constexpr, POST_OFFSET: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr,
-    SCALE: tl.constexpr, ROW_BYTES: tl.constexpr, PREFETCH: tl.constexpr,
-    NAME: tl.constexpr, PDL: tl.constexpr,
+    GROUP: tl.constexpr, MINIMUMS: tl.constexpr, OFFSET: tl.constexpr, POST_OFFSET: tl.constexpr,
+    GATED: tl.constexpr, GELU: tl.constexpr, SCALE: tl.constexpr, ROW_BYTES: tl.constexpr,
+    PREFETCH: tl.constexpr, NAME: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Up to `ROWS` rows, one after the other over each tile: `[BLOCK_K / V, R, V]`.
 
@@ -111,12 +121,11 @@ def linear_of_few_rows(  # type: ignore[no-untyped-def]
     group = tl.arange(0, BLOCK_K // V)[:, None]
     k = group * V + tl.arange(0, V)[None, :]
     word = (group * (V // WORD) + tl.arange(0, V // WORD)[None, :])[:, None, :]
-    w_rows = w_ptr + weight_n.to(tl.int64)[None, :, None] * (K // WORD) + word
-    scale_rows = 0
-    if SCALE_BLOCKS:
-        scale_rows = scale_ptr + weight_n[None, :] * SCALE_BLOCKS
-    weights = (w_rows, word, norm_ptr, k, scale_rows, group * V)
-    stage = _load_stage(weights, 0, K, WORD, EVEN, SCALE_BLOCKS)
+    STRIDE: tl.constexpr = K // 8 + 4 if STORAGE == "codes" else K // WORD
+    w_rows = w_ptr + weight_n.to(tl.int64)[None, :, None] * STRIDE + word
+    levels = load_levels(w_ptr, K, STORAGE)
+    weights = (w_rows, word, norm_ptr, k, scale_ptr, weight_n[None, :], group * V)
+    stage = _load_stage(weights, 0, K, WORD, EVEN, SCALE_BLOCKS, GROUP, MINIMUMS)
     if PREFETCH:  # rows, of gate and up of each
         first = tl.program_id(0) * BLOCK_N
         here = tl.minimum(N - first, PREFETCH)
@@ -157,24 +166,26 @@ def linear_of_few_rows(  # type: ignore[no-untyped-def]
     for start in range(0, PAIRS, 2 * BLOCK_K):
         for step in tl.static_range(2):
             here = start + step * BLOCK_K
-            following = _load_stage(weights, here + BLOCK_K, K, WORD, EVEN, SCALE_BLOCKS)
+            following = _load_stage(
+                weights, here + BLOCK_K, K, WORD, EVEN, SCALE_BLOCKS, GROUP, MINIMUMS
+            )
             tl.debug_barrier()  # else the compiler moves the load after the products
             sums = _grown(
-                sums, stage, here, inputs, K, ROWS, EVEN, NORM, OFFSET, POST_OFFSET, STORAGE,
-                NATIVE_FP8, SCALE_BLOCKS, dtype,
+                sums, stage, here, inputs, levels, K, ROWS, EVEN, NORM, OFFSET, POST_OFFSET,
+                STORAGE, NATIVE_FP8, SCALE_BLOCKS, MINIMUMS, dtype,
             )  # fmt: skip
             stage = following
     for here in tl.static_range(PAIRS, LAST, BLOCK_K):  # once for an even number of tiles
-        following = _load_stage(weights, LAST, K, WORD, EVEN, SCALE_BLOCKS)
+        following = _load_stage(weights, LAST, K, WORD, EVEN, SCALE_BLOCKS, GROUP, MINIMUMS)
         tl.debug_barrier()
         sums = _grown(
-            sums, stage, here, inputs, K, ROWS, EVEN, NORM, OFFSET, POST_OFFSET, STORAGE,
-            NATIVE_FP8, SCALE_BLOCKS, dtype,
+            sums, stage, here, inputs, levels, K, ROWS, EVEN, NORM, OFFSET, POST_OFFSET,
+            STORAGE, NATIVE_FP8, SCALE_BLOCKS, MINIMUMS, dtype,
         )  # fmt: skip
         stage = following
     sums = _grown(
-        sums, stage, LAST, inputs, K, ROWS, EVEN, NORM, OFFSET, POST_OFFSET, STORAGE, NATIVE_FP8,
-        SCALE_BLOCKS, dtype,
+        sums, stage, LAST, inputs, levels, K, ROWS, EVEN, NORM, OFFSET, POST_OFFSET, STORAGE,
+        NATIVE_FP8, SCALE_BLOCKS, MINIMUMS, dtype,
     )  # fmt: skip
 
     for row in tl.static_range(ROWS):
@@ -200,14 +211,15 @@ def _appended(values, value):  # type: ignore[no-untyped-def]
 @triton.jit
 def _load_stage(  # type: ignore[no-untyped-def]
     weights, start, K: tl.constexpr, WORD: tl.constexpr, EVEN: tl.constexpr,
-    SCALE_BLOCKS: tl.constexpr,
+    SCALE_BLOCKS: tl.constexpr, GROUP: tl.constexpr, MINIMUMS: tl.constexpr,
 ):  # fmt: skip
-    """Weights from feature `start` on, and the norm's weights and scales of blocks that go along.
+    """Weights from feature `start` on, and the norm's weights, scales and minimums of blocks that
+    go along.
 
     `word` are words of a row, `k` features and `block` the first features of groups, from 0 on. A
     step reads a weight once: it makes no room for itself in the L1.
     """
-    w_rows, word, norm_ptr, k, scale_rows, block = weights
+    w_rows, word, norm_ptr, k, scale_ptr, rows, block = weights
     if EVEN:
         w = tl.load(w_rows + start // WORD, eviction_policy="evict_first")
     else:
@@ -216,22 +228,25 @@ def _load_stage(  # type: ignore[no-untyped-def]
     norm = 0.0
     if norm_ptr is not None:
         norm = load_tile(norm_ptr + start + k, start + k < K, EVEN)
-    scales = 0.0
+    groups = (0.0, 0.0)
     if SCALE_BLOCKS:
-        scales = load_tile(scale_rows + (start + block) // 128, start + block < K, EVEN)
-    return w, norm, scales
+        at = start + block
+        groups = load_groups(scale_ptr, rows, at, at < K, EVEN, SCALE_BLOCKS, GROUP, MINIMUMS)
+    return w, norm, groups
 
 
 @triton.jit
 def _grown(  # type: ignore[no-untyped-def]
-    sums, stage, start, inputs, K: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr,
+    sums, stage, start, inputs, levels, K: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr,
     NORM: tl.constexpr, OFFSET: tl.constexpr, POST_OFFSET: tl.constexpr, STORAGE: tl.constexpr,
-    NATIVE_FP8: tl.constexpr, SCALE_BLOCKS: tl.constexpr, dtype: tl.constexpr,
+    NATIVE_FP8: tl.constexpr, SCALE_BLOCKS: tl.constexpr, MINIMUMS: tl.constexpr,
+    dtype: tl.constexpr,
 ):  # fmt: skip
     """`sums` of all rows, and the products of their features from `start` on."""
     x_ptr, delta_ptr, post_ptr, T, k, reciprocal, post_reciprocal = inputs
-    w, norm, scales = stage
-    numbers = as_numbers(w, STORAGE, NATIVE_FP8)
+    w, norm, groups = stage
+    scales, minimums = groups
+    numbers = as_numbers(w, STORAGE, NATIVE_FP8, levels)
     grown = ()
     for row in tl.static_range(ROWS):
         x = input_tile(
@@ -241,6 +256,8 @@ def _grown(  # type: ignore[no-untyped-def]
         product = tl.sum(numbers * x[:, None, :], axis=2)
         if SCALE_BLOCKS:
             product = product * scales
+        if MINIMUMS:
+            product -= minimums * tl.sum(x, axis=1)[:, None]
         grown = _appended(grown, sums[row] + product)
     return grown
 
@@ -284,7 +301,7 @@ def linear_product(
     assert activate is None or not activate.traits
     gated = activate is not None
     rows, n = out_TN.shape
-    stored_n, k = linear.weight.shape
+    stored_n, k = len(linear.weight), in_features(linear.weight)
     if stored_n != n * (2 if gated else 1) or x_TK.shape[1] != k:
         raise ValueError(
             f"{name}: a weight of {tuple(linear.weight.shape)} does not map inputs of"
@@ -310,16 +327,20 @@ def linear_product(
         elif scale != 1.0:
             torch.mul(product_TN, scale, out=out_TN)
         return
-    if config is None:
-        shape = Product(name, rows, n, k, out_TN.dtype, linear.weight.dtype, x_TK.device)
-        config = best_config(shape, pending=pending is not None)
-    row_count = row_class(rows)
     weight, storage = kernel_weight(linear)
-    row_bytes = k * weight.element_size()
+    grouped = is_grouped(*(storage[name] for name in ("STORAGE", "GROUP", "MINIMUMS")))
+    if config is None:
+        shape = (name, rows, n, k, out_TN.dtype, linear.weight.dtype, x_TK.device)
+        config = best_config(Product(*shape, grouped=grouped), pending=pending is not None)
+    row_count = row_class(rows)
+    row_bytes = weight.shape[1] * weight.element_size()
     may_prefetch = row_bytes % 16 == 0 and is_aligned(weight)
     ahead = config.prefetch // (row_bytes * (2 if gated else 1)) if may_prefetch else 0
-    vector = min(16 // weight.element_size(), config.block_k)
-    word = 4 // weight.element_size()
+    word = 32 // code_bits(linear.weight.dtype)
+    vector = min(4 * word, config.block_k, storage["GROUP"])
+    if grouped:  # fewer of each thread before threads without any
+        tile = config.block_n * (2 if gated else 1) * config.block_k
+        vector = min(vector, max(word, tile // (32 * config.num_warps)))
     if k % word or vector % word:
         word = 1  # a row begins within a word
     else:
@@ -424,7 +445,7 @@ def product_of_any_rows(  # type: ignore[no-untyped-def]
     x_ptr, w_ptr, scale_ptr, bias_ptr, out_ptr, T, N,
     K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr, STORAGE: tl.constexpr, NATIVE_FP8: tl.constexpr,
-    SCALE_BLOCKS: tl.constexpr, PDL: tl.constexpr,
+    SCALE_BLOCKS: tl.constexpr, GROUP: tl.constexpr, MINIMUMS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (i, j): `BLOCK_T` rows times `BLOCK_N` rows of the weight.
 
@@ -432,6 +453,7 @@ def product_of_any_rows(  # type: ignore[no-untyped-def]
     """
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     EVEN: tl.constexpr = K % BLOCK_K == 0
+    GROUPED: tl.constexpr = is_grouped(STORAGE, GROUP, MINIMUMS)
     let_dependents_start(PDL)
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -439,15 +461,23 @@ def product_of_any_rows(  # type: ignore[no-untyped-def]
     there = (t < T)[:, None]
     x_rows = x_ptr + t.to(tl.int64)[:, None] * K
     w_rows = w_ptr + weight_n.to(tl.int64)[None, :] * K
+    levels = load_levels(w_ptr, K, STORAGE)
     wait_for_inputs(PDL)
     sums = tl.zeros([BLOCK_T, BLOCK_N], tl.float32)
     for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         k = start + tl.arange(0, BLOCK_K)
         x_mask = there if EVEN else there & (k < K)[None, :]
         x = tl.load(x_rows + k[None, :], mask=x_mask, other=0.0)
-        w = load_tile(w_rows + k[:, None], (k < K)[:, None], EVEN)
-        w = as_operand(w, STORAGE, NATIVE_FP8, dtype)
-        if SCALE_BLOCKS:
+        if GROUPED:
+            w = decoded_tile(
+                w_ptr, scale_ptr, levels, weight_n.to(tl.int64), start, K, BLOCK_K, STORAGE,
+                NATIVE_FP8, SCALE_BLOCKS, GROUP, MINIMUMS,
+            )  # fmt: skip
+            w = tl.trans(w.to(dtype))
+        else:
+            w = load_tile(w_rows + k[:, None], (k < K)[:, None], EVEN)
+            w = as_operand(w, STORAGE, NATIVE_FP8, dtype)
+        if SCALE_BLOCKS and not GROUPED:
             scales = tl.load(scale_ptr + weight_n * SCALE_BLOCKS + start // 128)
             sums += tl.dot(x, w, input_precision="ieee") * scales[None, :]
         else:

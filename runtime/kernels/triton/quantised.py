@@ -24,9 +24,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ..ops.linear import LinearTensors
-from ..weights.stored import FP8_BLOCK
-from .kernel_calls import compute_capability
+from ..weights.stored import FP8_BLOCK, group_size, in_features
+from .kernel_calls import INTERPRETED, compute_capability
 from .linear import STORAGES
+from .rowwise import load_tile
 
 _NUMBERS = {"int8": torch.int8, "fp8": torch.uint8}
 
@@ -186,24 +187,110 @@ def store_vectors(  # type: ignore[no-untyped-def]
 
 
 def kernel_weight(linear: LinearTensors) -> tuple[Tensor, dict[str, Any]]:
-    """A weight as kernels take it (fp8 as its bits), and the constants that describe it."""
-    weight = linear.weight
+    """A weight as kernels take it (fp8 as its bits, codes in words of 8), and the constants that
+    describe it. `SCALE_BLOCKS` is 0 or the groups of a row."""
+    weight, scales = linear.weight, linear.scales
     storage = STORAGES[weight.dtype]
-    blocks = 0
-    if linear.scales is not None and linear.scales.dim() == 2:
-        blocks = -(-weight.shape[1] // FP8_BLOCK)
-    constants = {"STORAGE": storage, "NATIVE_FP8": fp8_is_native(), "SCALE_BLOCKS": blocks}
-    return (weight.view(torch.uint8) if storage == "fp8" else weight), constants
+    blocks, group = 0, FP8_BLOCK
+    if scales is not None and scales.dim() > 1:
+        blocks = scales.shape[-1]
+        group = group_size(in_features(weight), blocks)
+    constants = {
+        "STORAGE": storage,
+        "NATIVE_FP8": fp8_is_native(),
+        "SCALE_BLOCKS": blocks,
+        "GROUP": group,
+        "MINIMUMS": scales is not None and scales.dim() > 2,
+    }
+    views = {"fp8": torch.uint8, "codes": torch.int32}
+    return (weight.view(views[storage]) if storage in views else weight), constants
+
+
+@triton.constexpr_function
+def is_grouped(STORAGE: str, GROUP: int, MINIMUMS: bool) -> bool:
+    """Whether tiles are multiplied with their scales before a product, because they have several
+    groups, or minimums."""
+    return STORAGE == "codes" or GROUP < 128 or MINIMUMS
+
+
+_EMULATED = tl.constexpr(INTERPRETED)
 
 
 @triton.jit
-def as_numbers(tile, STORAGE: tl.constexpr, NATIVE_FP8: tl.constexpr):  # type: ignore[no-untyped-def]
+def permuted_bytes(low, high, selector):  # type: ignore[no-untyped-def]
+    """Bytes of words: byte i is byte s of the 8 bytes of `low` and then `high`, where s are the
+    lowest 3 of the bits from 4 i on of `selector`, of which the fourth one is 0."""
+    if _EMULATED:
+        words = low & 0
+        for i in tl.static_range(4):
+            s = (selector >> (4 * i)) & 7
+            byte = tl.where(s < 4, low, high) >> (8 * (s & 3)) & 255
+            words = words | (byte << (8 * i))
+    else:
+        words = tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [low, high, selector], tl.int32, True, 1
+        )
+    return words
+
+
+@triton.jit
+def load_levels(w_ptr, K: tl.constexpr, STORAGE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The 16 bytes that 4-bit codes stand for, in words; they end the first row of the weight."""
+    levels = (0, 0, 0, 0)
+    if STORAGE == "codes":
+        at = w_ptr + K // 8
+        levels = (tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3))
+    return levels
+
+
+@triton.jit
+def load_groups(  # type: ignore[no-untyped-def]
+    scale_ptr, rows, k, mask, EVEN: tl.constexpr, SCALE_BLOCKS: tl.constexpr, GROUP: tl.constexpr,
+    MINIMUMS: tl.constexpr,
+):  # fmt: skip
+    """Scales and minimums of features `k` of rows, in float32; 0 where masked."""
+    at = scale_ptr + rows * (SCALE_BLOCKS * (2 if MINIMUMS else 1)) + k // GROUP
+    scales = load_tile(at, mask, EVEN).to(tl.float32)
+    minimums = 0.0
+    if MINIMUMS:
+        minimums = load_tile(at + SCALE_BLOCKS, mask, EVEN).to(tl.float32)
+    return scales, minimums
+
+
+@triton.jit
+def decoded_tile(  # type: ignore[no-untyped-def]
+    w_ptr, scale_ptr, levels, rows, start, K: tl.constexpr, BLOCK_K: tl.constexpr,
+    STORAGE: tl.constexpr, NATIVE_FP8: tl.constexpr, SCALE_BLOCKS: tl.constexpr,
+    GROUP: tl.constexpr, MINIMUMS: tl.constexpr,
+):  # fmt: skip
+    """Weights of rows `[R]` in float32, `[R, BLOCK_K]` from feature `start` on, with their scales
+    and minimums; 0 past the last feature."""
+    UNIT: tl.constexpr = GROUP if GROUP < BLOCK_K else BLOCK_K
+    WORD: tl.constexpr = 8 if STORAGE == "codes" else 1
+    first = start + tl.arange(0, BLOCK_K // UNIT)[None, :] * UNIT
+    k = first[:, :, None] + tl.arange(0, UNIT // WORD)[None, None, :] * WORD
+    STRIDE: tl.constexpr = K // 8 + 4 if STORAGE == "codes" else K
+    at = w_ptr + rows[:, None, None] * STRIDE + k // WORD
+    numbers = as_numbers(tl.load(at, mask=k < K, other=0), STORAGE, NATIVE_FP8, levels)
+    scales, minimums = load_groups(
+        scale_ptr, rows[:, None], first, first < K, False, SCALE_BLOCKS, GROUP, MINIMUMS
+    )
+    numbers *= scales[:, :, None]
+    if MINIMUMS:
+        numbers -= minimums[:, :, None]
+    return tl.reshape(numbers, [rows.shape[0], BLOCK_K])
+
+
+@triton.jit
+def as_numbers(  # type: ignore[no-untyped-def]
+    tile, STORAGE: tl.constexpr, NATIVE_FP8: tl.constexpr, levels=(0, 0, 0, 0)
+):
     """Stored weights in float32, without their scales: of words, all that they hold.
 
     Words are int32 and hold the elements that stand in them in memory, the lowest bits first; a
     tile `[..., W]` makes `[..., W * elements of a word]`. As a loop carries a tile from one pass to
     the next, each element of a tile of smaller elements would take a register of its own, and
-    putting them there would wait for them.
+    putting them there would wait for them. `levels` are of `load_levels`.
     """
     if tile.dtype == tl.int32:
         if STORAGE == "float32":
@@ -215,6 +302,8 @@ def as_numbers(tile, STORAGE: tl.constexpr, NATIVE_FP8: tl.constexpr):  # type: 
             low = tile.to(tl.int16).to(tl.float16, bitcast=True)
             high = (tile >> 16).to(tl.int16).to(tl.float16, bitcast=True)
             numbers = _interleaved(low, high).to(tl.float32)
+        elif STORAGE == "codes":
+            numbers = _level_numbers(tile, levels)
         else:
             even = _interleaved(tile, tile >> 16)
             numbers = _byte_numbers(_interleaved(even, even >> 8).to(tl.uint8), STORAGE, NATIVE_FP8)
@@ -242,6 +331,33 @@ def _interleaved(first, second):  # type: ignore[no-untyped-def]
     """`[A, B, C]` twice as `[A, B, 2 * C]`, an element of each in turn."""
     pairs = tl.join(first, second)
     return tl.reshape(pairs, [first.shape[0], first.shape[1], first.shape[2] * 2])
+
+
+@triton.jit
+def _level_numbers(word, levels):  # type: ignore[no-untyped-def]
+    """The levels of the 8 codes of words, in float32.
+
+    Four codes at a time choose a byte of the first and of the last 8 levels, and their highest bit
+    one of both. Bytes are levels plus 128, and the lowest ones of 2**23 + 128 + level.
+    """
+    low, upper = word & 0x77777777, (word >> 1) & 0x44444444 | 0x32103210
+    first = permuted_bytes(
+        permuted_bytes(levels[0], levels[1], low), permuted_bytes(levels[2], levels[3], low), upper
+    )
+    low, upper = low >> 16, upper >> 16
+    second = permuted_bytes(
+        permuted_bytes(levels[0], levels[1], low), permuted_bytes(levels[2], levels[3], low), upper
+    )
+    four = _interleaved(first, second)
+    even = _interleaved(_biased(four, 0x7440), _biased(four, 0x7442))
+    odd = _interleaved(_biased(four, 0x7441), _biased(four, 0x7443))
+    return _interleaved(even, odd).to(tl.float32, bitcast=True) - 8388736.0
+
+
+@triton.jit
+def _biased(four, SELECTOR: tl.constexpr):  # type: ignore[no-untyped-def]
+    """2**23 plus a byte, in the bits of float32."""
+    return permuted_bytes(four, tl.full(four.shape, 0x4B000000, tl.int32), SELECTOR)
 
 
 @triton.jit

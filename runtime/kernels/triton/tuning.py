@@ -32,7 +32,7 @@ import triton
 from ....profiling.atomic_write import write_file
 from ..cpu.build import cache_directory
 from .kernel_calls import compute_capability, num_multiprocessors
-from .linear import EXPERT_PRODUCTS, LinearConfig, row_class
+from .linear import EXPERT_PRODUCTS, LinearConfig, code_bits, row_bytes, row_class
 
 logger = logging.getLogger("stepgraph.runtime")
 
@@ -67,6 +67,8 @@ class Product(NamedTuple):
     """Of experts: how many there are."""
     per_token: int = 0
     """Of experts: how many process a token."""
+    grouped: bool = False
+    """Whether fewer than 128 inputs share a scale, or groups have minimums; not of experts."""
 
     @property
     def halves(self) -> int:
@@ -76,7 +78,7 @@ class Product(NamedTuple):
     @property
     def feature_bytes(self) -> int:
         """Bytes of the weight for each output feature."""
-        return self.halves * self.k * self.weight_dtype.itemsize
+        return self.halves * row_bytes(self.k, self.weight_dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +118,7 @@ def tuning_key(product: Product) -> TuningKey:
 
     Raises ValueError for more than four rows of other kernels than `EXPERT_PRODUCTS`.
     """
-    kernel, rows, n, k, dtype, weight_dtype, device, experts, per_token = product
+    kernel, rows, n, k, dtype, weight_dtype, device, experts, per_token, _ = product
     if kernel in EXPERT_PRODUCTS:
         rows = min(_MOST_EXPERT_ROWS, triton.next_power_of_2(rows))
     else:
@@ -185,22 +187,25 @@ def default_config(product: Product, multiprocessors: int, tight: bool = False) 
     A `tight` kernel needs more registers than others of its sizes, see `best_config`.
     """
     rows, halves = row_class(product.rows), product.halves
-    n, k, weight_bytes = product.n, product.k, product.weight_dtype.itemsize
+    n, k, bits = product.n, product.k, code_bits(product.weight_dtype)
     # Four programs to a multiprocessor, each with 16 KiB of weights on their way: in one tile, or
     # in two of half the size where there are more to come. More rows have more sums in registers.
     block_n = 1
     while block_n < 32 and -(-n // block_n) > 4 * multiprocessors:
         block_n *= 2
-    width = 8192 // (block_n * halves * weight_bytes)
-    if rows == 1 and k <= 4 * width and (weight_bytes > 1 or k <= 2 * width):
+    width = 65536 // (block_n * halves * max(bits, 8))
+    if product.grouped:  # scales take registers too
+        width //= max(1, rows // 2)
+    elif rows == 1 and k <= 4 * width and (bits > 8 or k <= 2 * width):
         width *= 2
-    elif rows == 4 and (halves == 2 or weight_bytes == 1):
+    elif rows == 4 and (halves == 2 or bits <= 8):
         width //= 2
     block_k = 16
     while block_k < k and block_k < width:
         block_k *= 2
     scarce = rows == 4 or (rows == 2 and k % block_k == 0)  # two rows of masked tiles fit
-    num_warps = 8 if tight and scarce and block_n * halves >= 32 else 4
+    wide = tight and scarce and block_n * halves >= 32
+    num_warps = 8 if wide or product.grouped else 4
     config = LinearConfig(block_n, block_k, num_warps)
     fits = n * product.feature_bytes <= _PREFETCH_BUDGET
     return bounded_prefetch(config, product, _PREFETCH_BUDGET if block_k < k and fits else 0)

@@ -79,9 +79,9 @@ NF4 = Levels(
 
 
 def powers_of_two(exponents: Tensor, bias: int) -> Tensor:
-    """Return 2 ** (exponents - bias) as float32, of uint8 exponents."""
+    """Return 2 ** (exponents - bias) as bfloat16, which is exact, of uint8 exponents."""
     ones = torch.ones_like(exponents, dtype=torch.float32)
-    return torch.ldexp(ones, exponents.int() - bias)
+    return torch.ldexp(ones, exponents.int() - bias).bfloat16()
 
 
 class ScaleFormat(NamedTuple):

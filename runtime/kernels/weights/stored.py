@@ -10,6 +10,15 @@ per block of 128 consecutive inputs of a row: w[n, k] has scale[n, k // 128]. Th
 row may be shorter. The error is at most 1/16 of the number, or 2**-10 of the scale if that is
 larger.
 
+Weights of quantised checkpoints that GPU kernels take as they are (`triton/packed_codes.py`) are
+stored alike, with scales in float16, bfloat16 or float32: bytes with a scale for a row, or for each
+group of 16, 32, 64 or 128 inputs, `[N, B]`, or with minimums, `[N, 2, B]`:
+
+    w[n, k] = q[n, k] * scales[n, 0, k // group] - scales[n, 1, k // group]
+
+4-bit codes are uint8 `[N, K / 2 + 16]`: two codes a byte, the first one in the lower bits, and at
+the end of each row the 16 integers that codes stand for, plus 128.
+
 Shapes: N output features, K input features, B blocks of a row.
 """
 
@@ -25,6 +34,10 @@ from .grouped import GroupedWeight, Scales, integers
 
 FP8_BLOCK = 128
 """Consecutive inputs of a row that share a scale."""
+
+LEVEL_BYTES = 16
+"""At the end of a row of 4-bit codes: the integers that they stand for, plus 128."""
+_GROUPS = (FP8_BLOCK, 64, 32, 16)
 
 SCALE_BYTES = 4
 INT4_GROUP = 32
@@ -128,16 +141,40 @@ def quantise_int4(weight_NK: Tensor) -> GroupedWeight:
     return GroupedWeight(integers(4), codes_NK, INT4_GROUP, Scales(scale_NG), Scales(minimum_NG))
 
 
-def dequantise(data_NK: Tensor, scales: Tensor) -> Tensor:
-    """Return float32 `[N, K]`, of rows that `quantise` returned and their scales.
+def in_features(data_NK: Tensor) -> int:
+    """Return K of a weight as it is stored."""
+    columns = data_NK.shape[-1]
+    return 2 * (columns - LEVEL_BYTES) if data_NK.dtype == torch.uint8 else columns
 
-    Nothing else as large is allocated.
+
+def group_size(k: int, groups: int) -> int:
+    """Return the inputs of each of the groups of a row; of one or several, 128 before fewer."""
+    return next(size for size in _GROUPS if -(-k // size) == groups)
+
+
+def dequantise(data_NK: Tensor, scales: Tensor) -> Tensor:
+    """Return float32 `[N, K]`, of rows in one of the forms of this file and their scales.
+
+    Of 8-bit numbers nothing else as large is allocated.
     """
-    wide_NK = data_NK.float()
+    k = in_features(data_NK)
+    wide_NK: Tensor
+    if data_NK.dtype == torch.uint8:
+        pairs, levels = data_NK.split((k // 2, LEVEL_BYTES), dim=1)
+        codes = torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(1)
+        wide_NK = levels.gather(1, codes.long()).float() - 128.0
+    else:
+        wide_NK = data_NK.float()
     if scales.dim() == 1:
         return wide_NK.mul_(scales[:, None])
-    blocks = data_NK.shape[1] // FP8_BLOCK
-    whole = blocks * FP8_BLOCK
-    wide_NK[:, :whole].unflatten(1, (blocks, FP8_BLOCK)).mul_(scales[:, :blocks, None])
-    wide_NK[:, whole:].mul_(scales[:, blocks:])
+    group = group_size(k, scales.shape[-1])
+    blocks = k // group
+    whole = blocks * group
+    factors, *minimums = scales[:, None].unbind(1) if scales.dim() == 2 else scales.unbind(1)
+    inner = wide_NK[:, :whole].unflatten(1, (blocks, group))
+    inner.mul_(factors[:, :blocks, None])
+    wide_NK[:, whole:].mul_(factors[:, blocks:])
+    for minimum in minimums:
+        inner.sub_(minimum[:, :blocks, None])
+        wide_NK[:, whole:].sub_(minimum[:, blocks:])
     return wide_NK
