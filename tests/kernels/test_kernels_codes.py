@@ -1,23 +1,31 @@
-"""Packed parts: weights as codes in groups against their float64 numbers, in every format."""
+"""Packed weights in numbers, int8 and codes of every format, against their float64 numbers."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stepgraph.runtime.kernels import Routing, packed_experts, packed_linear, reference_experts
+from stepgraph.runtime.kernels import (
+    Routing,
+    pack_linear,
+    packed_experts,
+    packed_linear,
+    reference_experts,
+)
 from stepgraph.runtime.kernels.ops.layer_plan import ModelPlan
-from stepgraph.runtime.kernels.ops.linear import Projection, packed_embedding
+from stepgraph.runtime.kernels.ops.linear import Projection, packed_bytes, packed_embedding
 from stepgraph.runtime.kernels.ops.packed_parts import (
     Part,
     can_pack_parts,
     pack_parts,
     packed_parts_bytes,
 )
+from stepgraph.runtime.kernels.weights import INT8 as STORED_INT8
 from stepgraph.runtime.kernels.weights.grouped import (
     DOUBLED_E2M1,
     E4M3,
@@ -65,6 +73,8 @@ FORMATS = {
     ),
     "6_bits_of_24": GroupedFormat(integers(6), 24, ScaleFormat(FLOAT), ScaleFormat(BF16)),
 }
+STORAGES = ("model", "int8", *FORMATS)
+"""Forms of a packed weight: numbers of the model, int8 with scales beside it, and codes."""
 # N, K: whole blocks and groups, less than one, odd K, a last group that is shorter
 SHAPES = [(64, 512), (96, 1056), (7, 3), (33, 65), (1, 200), (100, 1025)]
 
@@ -109,18 +119,41 @@ def assert_is_product(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | Non
     assert (error <= allowed).all(), (error / allowed).max()
 
 
+class Layer(NamedTuple):
+    """A packed linear layer, and its weight in float64."""
+
+    packed: Tensor
+    exact: Tensor
+    scales: Tensor | None = None
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return packed_linear(x, self.packed, bias, len(self.exact), self.scales)
+
+
+def make_layer(storage: str, n: int, k: int, dtype: torch.dtype) -> Layer:
+    if storage in FORMATS:
+        weight = random_weight(FORMATS[storage], n, k)
+        packed = pack_parts([weight], dtype)
+        assert packed.nbytes == packed_parts_bytes([Part.of(weight)], dtype)
+        return Layer(packed, numbers(weight))
+    data, scales = torch.randn(n, k).to(dtype), None
+    if storage == "int8":
+        data, scales = STORED_INT8.quantise(data)
+    packed = pack_linear(data)
+    assert packed.nbytes == packed_bytes(n, k, data.dtype)
+    exact = data.double() if scales is None else data.double() * scales.double()[:, None]
+    return Layer(packed, exact, scales)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("n", "k"), SHAPES)
-@pytest.mark.parametrize("name", FORMATS)
-def test_product_matches_float64(name: str, n: int, k: int, dtype: torch.dtype) -> None:
-    weight = random_weight(FORMATS[name], n, k)
-    packed = pack_parts([weight], dtype)
-    assert packed.nbytes == packed_parts_bytes([Part.of(weight)], dtype)
-    exact, bias = numbers(weight), torch.randn(n).to(dtype)
-    for t in (1, 2, 5, 13, 31):
+@pytest.mark.parametrize("storage", STORAGES)
+def test_product_matches_float64(storage: str, n: int, k: int, dtype: torch.dtype) -> None:
+    layer, bias = make_layer(storage, n, k, dtype), torch.randn(n).to(dtype)
+    for t in (1, 2, 5, 13, 31) if storage in FORMATS else (*range(1, 31), 97, 200):
         x = torch.randn(t, k).to(dtype)
-        assert_is_product(packed_linear(x, packed, None, n), x, exact)
-        assert_is_product(packed_linear(x, packed, bias, n), x, exact, bias)
+        assert_is_product(layer(x), x, layer.exact)
+        assert_is_product(layer(x, bias), x, layer.exact, bias)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -138,24 +171,35 @@ def test_rows_of_packed_codes_are_the_weight(name: str, dtype: torch.dtype) -> N
             assert torch.equal(rows, expected.to(dtype))
 
 
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.int8])
+def test_rows_of_packed_numbers_are_the_weight(dtype: torch.dtype) -> None:
+    for n, k in (*SHAPES, (1, 1), (45, 1), (257, 31)):
+        weight = torch.randint(-127, 128, (n, k)).to(dtype)
+        packed = pack_linear(weight)
+        assert packed.is_contiguous()
+        for tokens in (torch.arange(n), torch.randint(n, (700,))):
+            assert torch.equal(packed_embedding(tokens, packed, k), weight[tokens])
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["q4_k", "q5_1", "q6_k", "q8_0", "fp8_rows"])
-def test_a_row_does_not_see_its_batch(name: str, dtype: torch.dtype) -> None:
-    n, k = 100, 1056
-    weight = random_weight(FORMATS[name], n, k)
-    packed = pack_parts([weight], dtype)
-    x = torch.randn(150, k).to(dtype)
-    out = packed_linear(x, packed, None, n)
-    assert_is_product(out, x, numbers(weight))
-    poisoned = torch.full((150, k + 6), torch.nan, dtype=dtype)
-    poisoned[0, :k] = x[0]
-    after = packed_linear(poisoned[:, :k], packed, None, n)
-    assert torch.equal(after[0], out[0])
-    assert after[1:].isnan().all()
-    for count in (1, 2, 3):
-        with kernel_threads(count):
-            for t in (*range(1, 14), 31, 96, 97):
-                assert torch.equal(packed_linear(x[150 - t :], packed, None, n), out[150 - t :])
+@pytest.mark.parametrize("storage", ["model", "int8", "q4_k", "q5_1", "q6_k", "q8_0", "fp8_rows"])
+def test_a_row_does_not_see_its_batch(storage: str, dtype: torch.dtype) -> None:
+    """Nor what lies between rows of a wider tensor."""
+    for n, k in ((100, 1056), (33, 65)) if storage not in FORMATS else ((100, 1056),):
+        layer, bias = make_layer(storage, n, k, dtype), torch.randn(n).to(dtype)
+        x = torch.randn(150, k).to(dtype)
+        out = layer(x, bias)
+        for columns in (k + 1, k + 2, k + 6):
+            poisoned = torch.full((150, columns), torch.nan, dtype=dtype)
+            poisoned[0, :k] = x[0]
+            after = layer(poisoned[:, :k], bias)
+            assert torch.equal(after[0], out[0])
+            assert after[1:].isnan().all()
+        assert torch.equal(layer(x.T.contiguous().T, bias), out)
+        for count in (1, 2, 3):
+            with kernel_threads(count):
+                for t in (*range(1, 14), 31, 96, 97):
+                    assert torch.equal(layer(x[150 - t :], bias), out[150 - t :])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -192,10 +236,16 @@ def test_every_code_counts_in_every_place() -> None:
         levels = integers(bits, 1 << bits - 1)
         codes = (torch.arange(256)[:, None] * 5 + torch.arange(40)) % (1 << bits)
         weight = GroupedWeight(levels, codes.to(torch.uint8), 40, Scales(torch.ones(256, 1)))
+        decoded = weight.decode()
         for dtype in DTYPES:
-            packed = pack_parts([weight], dtype)
-            out = packed_linear(torch.eye(40, dtype=dtype), packed, None, 256)
-            assert torch.equal(out, weight.decode().T.to(dtype))
+            eye = torch.eye(40, dtype=dtype)
+            out = packed_linear(eye, pack_parts([weight], dtype), None, 256)
+            assert torch.equal(out, decoded.T.to(dtype))
+            if bits == 8:
+                whole = decoded.clamp(min=-127)  # the least number of quantised weights
+                packed = pack_linear(whole.char())
+                out = packed_linear(eye, packed, None, 256, torch.ones(256))
+                assert torch.equal(out, whole.T.to(dtype))
 
 
 @pytest.mark.parametrize(
@@ -234,6 +284,30 @@ def test_wrong_packed_parts_are_refused() -> None:
             packed_embedding(torch.tensor([0]), packed, k, dtype)
     with pytest.raises(IndexError):
         packed_embedding(torch.tensor([64]), packed, 256, BF16)
+
+
+ZEROS = torch.zeros(2, 8, dtype=torch.bfloat16)
+PACKED = torch.zeros(2, 4, 32, 2, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("x", "out_features", "packed", "scales"),
+    [
+        *((x, 40, PACKED, None) for x in (ZEROS.float(), ZEROS.half(), ZEROS[0], ZEROS[:, :5])),
+        *((ZEROS, out_features, PACKED, None) for out_features in (32, 65)),
+        (ZEROS, 40, PACKED.char(), None),
+        (ZEROS, 40, PACKED, torch.ones(40)),
+        (ZEROS, 40, PACKED.char(), torch.ones(39)),
+        (ZEROS.float(), 40, PACKED.char(), torch.ones(40, dtype=torch.bfloat16)),
+        (ZEROS.float(), 40, PACKED.char(), torch.ones(80)[::2]),
+        (ZEROS, 40, PACKED.char().view(2, 8, 32, 1), torch.ones(40)),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(
+    x: Tensor, out_features: int, packed: Tensor, scales: Tensor | None
+) -> None:
+    with pytest.raises(RuntimeError):
+        packed_linear(x, packed, None, out_features, scales)
 
 
 def pack_matrices(
