@@ -117,7 +117,7 @@ class EngineConfig:
         weight_dtype: dtype of linear layers and embeddings: `int8`, with a scale for each
             output channel; `fp8` (e4m3), with a scale for every 128 inputs of a channel; `int4`,
             with a scale and a minimum for every 32 inputs, but `dtype` for embeddings and head
-            (native families on a CPU); `auto` keeps the bits of a quantised checkpoint, and is
+            (native families and kernels); `auto` keeps the bits of a quantised checkpoint, and is
             `dtype` for another one.
         kv_dtype: dtype of the cache: `int8` or `fp8` (e4m3), with a scale for each token and head;
             `auto` is `dtype`.

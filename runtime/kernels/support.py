@@ -91,7 +91,7 @@ def int4_kernels(kernels: Kernels, plan: ModelPlan, dtype: torch.dtype) -> Kerne
     if not codes:
         raise ConfigError(
             f"weight_dtype='int4': kernels={kernels.name!r} do not multiply by 4-bit codes; use"
-            " kernels='native' on a CPU, or weight_dtype='int8'",
+            " kernels='native', or weight_dtype='int8'",
             field="weight_dtype",
         )
     return replace(kernels, codes=codes)

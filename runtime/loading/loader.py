@@ -321,7 +321,7 @@ def _read_rows(
     return part
 
 
-def _in_int4(
+def in_int4(
     weights: Iterable[tuple[str, Tensor | Parts]],
     codes: Container[str],
     layout: Mapping[str, Parameter],
@@ -490,7 +490,7 @@ class OpenedSource:
             weights = iter_weights(self.reader, self.config, dtype, codes, progress=progress)
         if kernels is None or not quantised:
             return weights
-        return _in_int4(weights, kernels.codes, fused_layout(self.config))
+        return in_int4(weights, kernels.codes, fused_layout(self.config))
 
 
 def source_tokenizer(found: Source) -> TextTokenizer | None:

@@ -45,11 +45,13 @@ from ..execution.inputs import DraftInputs, RowState, StepInputs, input_layouts
 from ..execution.step_functions import DraftStep, StepFunctions
 from ..execution.step_key import StepKey, StepSizes
 from ..kernels import batch_invariant_kernels, kernels_for, select_kernels
+from ..kernels.support import int4_kernels
 from ..kernels.triton.decode_attention import triton_paged_attention
 from ..kernels.triton.experts import triton_experts
 from ..kernels.triton.kernel_calls import CAPABILITY, INTERPRETED, KernelCall, record_kernel_calls
+from ..kernels.weights import INT4
 from ..loading.drafter_loading import new_drafter
-from ..loading.loader import Source, resolve_source
+from ..loading.loader import Source, in_int4, resolve_source
 from ..models.decoder import Decoder
 from ..models.drafters.drafter import DraftModel
 from ..models.plan import fused_layout, model_plan, plan_of
@@ -285,9 +287,12 @@ def _functions(found: Source, config: ResolvedConfig, prefill_tokens: int) -> St
         )
     kernels = kernels_for(kernels, model_plan(model))
     arena = Arena(groups, _BLOCKS, config.user.block_size, config.dtype, _META, config.storage)
+    layout = fused_layout(model)
+    weights = {name: TensorSpec(p.shape, config.dtype) for name, p in layout.items()}
+    if config.weights == INT4:
+        kernels = int4_kernels(kernels, plan_of(model), config.dtype)
     decoder = Decoder(model, kernels, config.dtype, _META, groups, config.storage)
-    weights = {name: TensorSpec(p.shape, config.dtype) for name, p in fused_layout(model).items()}
-    decoder.store(_absent(weights).items())
+    decoder.store(in_int4(_absent(weights).items(), kernels.codes, layout))
     state = RowState.of(config, model, len(groups), _META)
     inputs = dataclasses.replace(config, prefill_chunk=prefill_tokens)
     layouts = input_layouts(inputs, len(groups), model.hidden_size)

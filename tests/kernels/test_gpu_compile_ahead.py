@@ -92,7 +92,7 @@ TOKENS = ["16", "512", "2048"]
     [
         ("demo", ["--speculation", EAGLE3, "--structured-output"], ["1", "8"], ["64"]),
         *((f"preset:{name}", ["--weight-dtype", weights], ROWS, TOKENS)
-          for name in PRESETS for weights in ("auto", "int8", "fp8")),
+          for name in PRESETS for weights in ("auto", "int8", "fp8", "int4")),
     ],
     ids=str,
 )  # fmt: skip

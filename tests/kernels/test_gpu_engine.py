@@ -194,3 +194,12 @@ def test_codes_of_a_checkpoint_are_kept(
         assert engine.stats()["fallbacks"] == 0
     torch.testing.assert_close(logits, expected, rtol=0, atol=5e-4 * float(expected.std()))
     assert "decoded while they are loaded" not in caplog.text
+
+
+def test_int4_follows_the_kernels_of_the_cpu(gpu_engine: Open, open_engine: Open) -> None:
+    settings = {"weight_dtype": "int4", "dtype": "float32"}
+    token_ids = [7, 3, 11, 5, 2]
+    expected = open_engine("wide_groups", kernels="native", **settings).score(token_ids, 4)
+    with gpu_engine("wide_groups", **settings) as engine:
+        logits = engine.score(token_ids, 4).cpu()
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-3)
