@@ -38,7 +38,7 @@ from ..models.families import Json
 from ..models.plan import model_plan
 from .checkpoint import CheckpointReader, check_layout
 from .checkpoint_files import CONFIG_BYTES, has_file, no_checkpoint, read_json_object
-from .gguf_file import GGUFFile, is_gguf
+from .gguf_file import GGUFFile, is_gguf, open_gguf
 from .loader import (
     PRESET_PREFIX,
     Source,
@@ -243,7 +243,9 @@ def load_drafter(
     drafter = new_drafter(config, target, kernels, group)
     if isinstance(drafter, DraftModel):
         with ExitStack() as open_files:
-            source = Source(config.name, config.model, config.directory)
+            place = config.directory
+            file = open_gguf(place) if place is not None and is_gguf(place) else None
+            source = Source(config.name, config.model, place, file)
             opened = open_source(source, open_files)
             dtype, device = target.dtype, target.device
             weights = opened.weights(dtype, seed=seed, device=device, progress=progress)

@@ -11,7 +11,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,7 @@ from ..models.families import FAMILIES
 from ..models.plan import fused_layout
 from ..models.rope import Rope, RopeScaling, inverse_frequencies
 from .checkpoint import CheckpointReader, TensorHeader
-from .gguf_file import GGUFFile, GGUFTensor, gguf_package, open_gguf
+from .gguf_file import GGUFFile, GGUFTensor, gguf_package
 
 # Metadata as a `config.json`.
 
@@ -122,17 +121,16 @@ class _Metadata:
         return _MODEL_TYPES[self.architecture] or self.architecture
 
 
-def gguf_config(path: Path) -> ModelConfig:
-    """Return the config of a GGUF file.
+def gguf_config(file: GGUFFile) -> ModelConfig:
+    """Return the config of a GGUF file with the tensors of all its parts.
 
     Raises:
         CheckpointError: the file is damaged, or its model is not supported.
     """
-    file = open_gguf(path)
     try:
         return ModelConfig.from_hf(_config_json(_Metadata(file)))
     except (CheckpointError, ConfigError) as error:
-        raise CheckpointError(f"{path}: {error}") from error
+        raise CheckpointError(f"{file.path}: {error}") from error
 
 
 def _config_json(metadata: _Metadata) -> dict[str, Any]:
@@ -400,14 +398,9 @@ class _Stored:
         scales = self.tensors[0].scales
         return 1.0 if scales is None else float(scales[(self.expert or 0) % len(scales)])
 
-    def data(self, *, meta: bool = False) -> Tensor:
-        """Return the numbers of a plain tensor, the blocks of another one; a view if possible.
-
-        With `meta`, a tensor on this device without numbers.
-        """
+    def data(self) -> Tensor:
+        """Return the numbers of a plain tensor, the blocks of another one; a view if possible."""
         data = self.tensors[0].data
-        if meta:
-            data = torch.empty_like(data, device="meta")
         if isinstance(self.type, torch.dtype):
             data = data.view(self.type).view(self.tensors[0].shape)
         if self.expert is not None:
@@ -433,11 +426,10 @@ class GGUFReader(CheckpointReader):
     reads_rows = True
     described_by = "metadata"
 
-    def __init__(self, path: Path, config: ModelConfig) -> None:
-        """Open a file, or the first part of a split one, of a model with this config."""
-        self.directory = path
+    def __init__(self, file: GGUFFile, config: ModelConfig) -> None:
+        """Read a file with the tensors of all its parts, of a model with this config."""
+        self.directory = file.path
         self._config = config.whole
-        file = open_gguf(path)
         self._tensors = file.tensors
         self._architecture = _Metadata(file).architecture
         package = gguf_package()
@@ -476,9 +468,11 @@ class GGUFReader(CheckpointReader):
             if meta:
                 return torch.empty(source.part_shape, device="meta")
             return source.read(self.tensor(source.name))
+        selection, scale = source.selection, stored.scale
+        if meta:
+            return stored.type.described(stored.shape, source.part_shape, selection, scale)
         try:
-            data = stored.data(meta=meta)
-            return stored.type.read(data, source.selection, stored.scale)
+            return stored.type.read(stored.data(), selection, scale)
         except ValueError as error:
             raise _unreadable(stored, error) from error
 
@@ -554,8 +548,9 @@ class GGUFReader(CheckpointReader):
         found = tuple(tensor for tensor in tensors if tensor is not None)
         if len(found) != len(tensors):
             return None
+        zero = torch.zeros(1, dtype=torch.uint8)  # on `meta` torch would import its compiler
         try:
-            shape = compute(*(torch.empty(tensor.shape, device="meta") for tensor in found)).shape
+            shape = compute(*(zero.expand(tensor.shape) for tensor in found)).shape
         except (RuntimeError, IndexError) as error:
             shapes = ", ".join(f"{t.name} {bounded_repr(list(t.shape), 80)}" for t in found)
             raise CheckpointError(f"{found[0].file}: the shapes of {shapes} do not fit") from error

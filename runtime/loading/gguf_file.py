@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from struct import Struct
 from types import ModuleType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ _VERSIONS = (2, 3)
 _MOST_HEADER_BYTES = 256 << 20
 """Most bytes of metadata and headers; files with large vocabularies have 10 to 20 MiB."""
 _MOST_STRINGS = 1 << 22
-"""Most strings of a list, of which the largest are merges."""
+"""Most strings in all lists, of which the largest are merges."""
 _MOST_DIMENSIONS = 4
 _ALIGNMENT = 32
 _SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE | re.DOTALL)
@@ -40,13 +40,6 @@ _SCALARS = dict(enumerate((*"BbHhIif?", None, None, *"Qqd")))
 _STRING, _LIST = 8, 9
 _U32, _U64 = Struct("<I"), Struct("<Q")
 T = TypeVar("T")
-
-
-class _Strings(NamedTuple):
-    """A list of strings that has not been decoded: where it begins, and its length."""
-
-    start: int
-    length: int
 
 
 @dataclass(frozen=True)
@@ -80,7 +73,7 @@ class GGUFFile:
         self.path = path
         self._mapped = _mapped(path)
         self._bytes: memoryview = self._mapped[:_MOST_HEADER_BYTES].numpy().data
-        self._at = 0
+        self._at = self._strings = 0
         self._metadata: dict[str, Any] = {}
         if bytes(self._take(4)) != _MAGIC:
             raise self._error("it is not a GGUF file: it does not begin with 'GGUF'")
@@ -116,9 +109,6 @@ class GGUFFile:
         value = self._metadata.get(key)
         if value is None:
             return default
-        if isinstance(value, _Strings):
-            self._at = value.start
-            value = [self._string(key) for _ in range(value.length)]
         if kind is float and type(value) is int:
             value = float(value)
         if type(value) is not kind:
@@ -167,7 +157,13 @@ class GGUFFile:
         if kind == _LIST:
             kind, count = self._number(_U32), self._number(_U64)
             if kind == _STRING:
-                return self._skipped_strings(key, count)
+                self._strings += count
+                if self._strings > _MOST_STRINGS:
+                    raise self._error(
+                        f"its lists up to {bounded_repr(key, 80)} have {self._strings} strings, at"
+                        " most 2**22 allowed"
+                    )
+                return [self._string(key) for _ in range(count)]
             if layout := _SCALARS.get(kind):
                 dtype = np.dtype(layout).newbyteorder("<")
                 return np.frombuffer(self._take(count * dtype.itemsize), dtype)
@@ -176,16 +172,6 @@ class GGUFFile:
             # The shortest decimal is the number that was converted to float32, such as 1e-5.
             return float(str(np.float32(value))) if layout == "f" else value
         raise self._error(f"{bounded_repr(key, 80)} has a value of the unknown type {kind}")
-
-    def _skipped_strings(self, key: str, count: int) -> _Strings:
-        if count > _MOST_STRINGS:
-            raise self._error(
-                f"{bounded_repr(key, 80)} lists {count} strings, at most 2**22 allowed"
-            )
-        found = _Strings(self._at, count)
-        for _ in range(count):
-            self._take(self._number(_U64))
-        return found
 
     def _tensors(self, count: int) -> Iterator[GGUFTensor]:
         headers: dict[str, tuple[tuple[int, ...], int, int]] = {}

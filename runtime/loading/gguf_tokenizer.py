@@ -8,7 +8,6 @@ llama.cpp, texts are not normalised.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 from tokenizers import (
@@ -99,14 +98,13 @@ _SPECIAL = {
 """Name of a special token -> its name in metadata."""
 
 
-def gguf_tokenizer(path: Path, *, eos_token_ids: Sequence[int] = ()) -> TextTokenizer | None:
+def gguf_tokenizer(file: GGUFFile, *, eos_token_ids: Sequence[int] = ()) -> TextTokenizer | None:
     """Return the tokenizer of a GGUF file, with its chat templates; None if it has no tokens.
 
     Raises:
         CheckpointError: the tokenizer is of an unknown kind, or inconsistent.
     """
-    file = GGUFFile(path)
-    kind = file.get("tokenizer.ggml.model", str)
+    path, kind = file.path, file.get("tokenizer.ggml.model", str)
     if kind in (None, "none", "no_vocab"):
         return None
     builders = {"gpt2": _byte_level, "llama": _sentencepiece}
@@ -189,10 +187,10 @@ def _sentencepiece(file: GGUFFile, tokens: list[str], kinds: np.ndarray) -> tupl
     vocabulary = {token: i for i, token in enumerate(tokens)}
     normal = np.flatnonzero(kinds == _NORMAL)
     merges = [
-        (token[:end], token[end:])
+        (left, right)
         for token in map(tokens.__getitem__, normal[np.argsort(-scores[normal], kind="stable")])
         for end in range(len(token) - 1, 0, -1)
-        if token[:end] in vocabulary and token[end:] in vocabulary
+        if (left := token[:end]) in vocabulary and (right := token[end:]) in vocabulary
     ]
     unknown = file.get("tokenizer.ggml.unknown_token_id", int)
     model = models.BPE(

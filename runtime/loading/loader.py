@@ -13,7 +13,7 @@ import math
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -45,7 +45,7 @@ from .checkpoint import (
 )
 from .checkpoint_files import no_checkpoint
 from .gguf_checkpoint import GGUFReader, gguf_config
-from .gguf_file import SUFFIX, find_gguf, is_gguf
+from .gguf_file import SUFFIX, GGUFFile, find_gguf, is_gguf, open_gguf
 from .gguf_tokenizer import gguf_tokenizer
 from .packaged_models import PACKAGED_MODELS, fetch_model
 from .tokenizer import TextTokenizer, load_tokenizer
@@ -68,6 +68,8 @@ class Source:
     config: DecoderConfig
     directory: Path | None
     """The checkpoint, a directory or a GGUF file; None for a preset, whose weights are random."""
+    file: GGUFFile | None = field(default=None, repr=False)
+    """The GGUF file, which is parsed once."""
 
     @property
     def place(self) -> str:
@@ -106,6 +108,7 @@ def resolve_source(
     that the options exclude.
     """
     check_source(source)
+    file = None
     if isinstance(source, str) and source.startswith(PRESET_PREFIX):
         if model_impl == "transformers":
             raise ConfigError(
@@ -122,7 +125,8 @@ def resolve_source(
                     f"{bounded_text(source)} is a GGUF file, which only native families read:"
                     " model_impl='transformers' needs a directory or a hub id"
                 )
-            config = gguf_config(directory)
+            file = open_gguf(directory)
+            config = gguf_config(file)
         else:
             config = read_config(directory, model_impl)
     if tied not in (None, config.tie_word_embeddings):
@@ -133,7 +137,7 @@ def resolve_source(
                 field="tie_word_embeddings",
             )
         config = dataclasses.replace(config, tie_word_embeddings=bool(tied))
-    return Source(str(source), config, directory)
+    return Source(str(source), config, directory, file)
 
 
 def check_source(source: object) -> None:
@@ -157,8 +161,7 @@ def find_directory(source: str | Path, *, config_only: bool = False) -> Path:
     try:
         directory = Path(source).expanduser()
         if directory.is_dir():
-            stored = any((directory / name).exists() for name in (SINGLE_FILE, INDEX_FILE))
-            return directory if stored else find_gguf(directory) or directory
+            return directory if _has_weights(directory) else find_gguf(directory) or directory
         if is_gguf(directory):
             return find_gguf(directory) or directory
         exists = directory.exists() or directory.is_symlink()
@@ -189,6 +192,10 @@ def find_directory(source: str | Path, *, config_only: bool = False) -> Path:
         return (cached / "config.json").is_file()
 
     return _hub_snapshot(repository, patterns, is_complete)
+
+
+def _has_weights(directory: Path) -> bool:
+    return any((directory / name).exists() for name in (SINGLE_FILE, INDEX_FILE))
 
 
 def _hub_gguf(repository: str, quantisation: str) -> Path:
@@ -500,17 +507,17 @@ def source_tokenizer(found: Source) -> TextTokenizer | None:
     """
     if found.directory is None:
         return None
-    load = gguf_tokenizer if is_gguf(found.directory) else load_tokenizer
-    return load(found.directory, eos_token_ids=found.config.eos_token_ids)
+    ends = found.config.eos_token_ids
+    if found.file is not None:
+        return gguf_tokenizer(found.file, eos_token_ids=ends)
+    return load_tokenizer(found.directory, eos_token_ids=ends)
 
 
 def planned_codes(found: Source, kernels: Kernels, dtype: torch.dtype) -> Kernels:
     """Return `OpenedSource.kept_codes` of a model of which perhaps only the config is there."""
     with ExitStack() as open_files:
         place, reader = found.directory, None
-        if place is not None and (
-            is_gguf(place) or any((place / name).exists() for name in (SINGLE_FILE, INDEX_FILE))
-        ):
+        if found.file is not None or (place is not None and _has_weights(place)):
             reader = _open_reader(found, open_files)
         return OpenedSource(found.config, None, reader, found.place, NEUTRAL).kept_codes(
             kernels, dtype
@@ -520,8 +527,8 @@ def planned_codes(found: Source, kernels: Kernels, dtype: torch.dtype) -> Kernel
 def _open_reader(found: Source, open_files: ExitStack) -> CheckpointReader | None:
     if found.directory is None:
         return None
-    if is_gguf(found.directory):
-        return open_files.enter_context(GGUFReader(found.directory, found.native))
+    if found.file is not None:
+        return open_files.enter_context(GGUFReader(found.file, found.native))
     return open_files.enter_context(CheckpointReader(found.directory))
 
 

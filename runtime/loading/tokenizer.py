@@ -335,9 +335,9 @@ def _longest_token(tokenizer: Tokenizer) -> int | None:
     kinds = {part["type"] for part in splits}
     removes = any(part.get("behavior") == "Removed" for part in splits)
     removes |= any(token.lstrip or token.rstrip for token in added)
-    vocabulary = tokenizer.get_vocab(with_added_tokens=False)
     if not isinstance(model, models.BPE) or removes or not {"ByteLevel"} <= kinds <= _KEEPING:
         return None
+    vocabulary = tokenizer.get_vocab(with_added_tokens=False)
     if not set(normalizers) <= {"NFC"} or not vocabulary.keys() >= BYTE_OF_CHAR.keys():
         return None
     longest = max(map(len, (*vocabulary, *(token.content for token in added))))

@@ -15,6 +15,7 @@ import torch
 from gguf import GGMLQuantizationType
 from stepgraph.runtime.kernels.weights.gguf import GGUF_TYPES
 from stepgraph.runtime.loading.gguf_checkpoint import GGUFReader, gguf_config
+from stepgraph.runtime.loading.gguf_file import open_gguf
 from stepgraph.runtime.loading.loader import CheckpointReader, iter_weights, read_config
 from stepgraph.runtime.models.config import ModelConfig
 
@@ -130,8 +131,8 @@ def test_quantised_weights_are_the_dequantised_ones(tmp_path: Path, case: str) -
     encoded = Encoded(types)
     write_gguf(model, tmp_path / "quantised.gguf", encoded)
     write_gguf(model, tmp_path / "plain.gguf", encoded.decoded)
-    config = gguf_config(tmp_path / "plain.gguf")
-    with GGUFReader(tmp_path / "quantised.gguf", config) as reader:
+    config = gguf_config(open_gguf(tmp_path / "plain.gguf"))
+    with GGUFReader(open_gguf(tmp_path / "quantised.gguf"), config) as reader:
         stored = {header.dtype for header in reader.headers().values()} - {"F32"}
         assert stored == set(types)
         assert sum(reader.formats().values()) > 0
@@ -155,7 +156,7 @@ def test_ranks_read_their_parts(tmp_path: Path, variant: str) -> None:
         part = replace(config, shard=(rank, 2))
         with (
             CheckpointReader(model.directory) as theirs,
-            GGUFReader(tmp_path / "model.gguf", part) as ours,
+            GGUFReader(open_gguf(tmp_path / "model.gguf"), part) as ours,
         ):
             expected = dict(iter_weights(theirs, part, torch.float32))
             found = dict(iter_weights(ours, part, torch.float32))
@@ -169,9 +170,9 @@ def test_scale_of_a_tensor(tmp_path: Path) -> None:
     name = "blk.0.ffn_up"
     extra = {f"{name}.scale": np.array([0.25], np.float32), f"{name}.input_scale": np.ones(1)}
     write_gguf(model, tmp_path / "model.gguf", encoded, extra=extra)
-    config = gguf_config(tmp_path / "model.gguf")
+    config = gguf_config(open_gguf(tmp_path / "model.gguf"))
     theirs = "model.layers.0.mlp.up_proj.weight"
-    with GGUFReader(tmp_path / "model.gguf", config) as reader:
+    with GGUFReader(open_gguf(tmp_path / "model.gguf"), config) as reader:
         found = reader.tensor(theirs)
         assert f"{name}.scale" not in " ".join(reader.headers())
     assert torch.equal(found, 0.25 * torch.from_numpy(encoded.numbers[theirs]))
@@ -184,4 +185,4 @@ def test_llama3_scaling_is_recognised(tmp_path: Path) -> None:
     write_gguf(model, tmp_path / "model.gguf")
     config = read_config(model.directory)
     assert isinstance(config, ModelConfig)
-    assert gguf_config(tmp_path / "model.gguf").rope_scaling == config.rope_scaling
+    assert gguf_config(open_gguf(tmp_path / "model.gguf")).rope_scaling == config.rope_scaling

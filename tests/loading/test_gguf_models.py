@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from stepgraph.runtime.loading.gguf_file import GGUFFile
 from stepgraph.runtime.loading.gguf_tokenizer import gguf_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
@@ -72,7 +73,7 @@ def texts() -> Iterator[str]:
 def test_texts_are_tokenised_as_in_llama_cpp(path: Path) -> None:
     llama_cpp = pytest.importorskip("llama_cpp")
     theirs = llama_cpp.Llama(str(path), vocab_only=True, verbose=False)
-    ours = gguf_tokenizer(path)
+    ours = gguf_tokenizer(GGUFFile(path))
     assert ours is not None
     for text in texts():
         assert ours.encode(text) == theirs.tokenize(text.encode(), add_bos=True, special=True), text

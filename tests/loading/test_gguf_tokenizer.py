@@ -11,6 +11,7 @@ from typing import Any
 import gguf
 import pytest
 from stepgraph.runtime import CheckpointError
+from stepgraph.runtime.loading.gguf_file import GGUFFile
 from stepgraph.runtime.loading.gguf_tokenizer import gguf_tokenizer
 from stepgraph.runtime.loading.text_stream import BYTE_OF_CHAR
 from stepgraph.runtime.loading.tokenizer import TextTokenizer
@@ -50,7 +51,7 @@ def written(path: Path, **metadata: Any) -> Path:
 
 
 def loaded(path: Path, **metadata: Any) -> TextTokenizer:
-    found = gguf_tokenizer(written(path, **metadata), eos_token_ids=(1,))
+    found = gguf_tokenizer(GGUFFile(written(path, **metadata)), eos_token_ids=(1,))
     assert found is not None
     return found
 
@@ -218,7 +219,7 @@ def test_chat_templates(byte_level: Tokenizer, tmp_path: Path) -> None:
 
 
 def test_file_without_tokens(tmp_path: Path) -> None:
-    assert gguf_tokenizer(written(tmp_path / "a.gguf")) is None
+    assert gguf_tokenizer(GGUFFile(written(tmp_path / "a.gguf"))) is None
 
 
 @pytest.mark.parametrize(
@@ -244,6 +245,6 @@ def test_metadata_that_makes_no_tokenizer(
         metadata["ggml__bos_token_id"] = [1]
     path = written(tmp_path / "a.gguf", **metadata)
     with pytest.raises(CheckpointError) as caught:
-        gguf_tokenizer(path)
+        gguf_tokenizer(GGUFFile(path))
     assert str(path.parent) in str(caught.value)
     assert named in str(caught.value)

@@ -237,27 +237,34 @@ def _scale_units(scales: Scales) -> Iterator[Tensor]:
 
 
 def _code_units(codes_NK: Tensor, bits: int) -> Tensor:
-    """Return the chunks of codes, uint8 `[B, C * bits, 32]`."""
+    """Return the chunks of codes, uint8 `[B, C * bits, 32]`.
+
+    The 8 codes of a chunk in a row are the bytes of an int64, and are moved together.
+    """
     n, k = codes_NK.shape
-    padded = F.pad(codes_NK, (0, -k % _CHUNK, 0, -n % BLOCK))
-    # [blocks, half, 16 columns, chunks, step, parity] -> [blocks, chunks, ...]
-    codes = padded.view(-1, 2, 16, padded.shape[1] // _CHUNK, 4, 2).permute(0, 3, 1, 2, 4, 5)
-    if bits == 8:
-        quarters = codes.unflatten(3, (4, 4))  # b, c, half, 4, 4, step, parity
-        planes = [quarters.permute(0, 1, 5, 3, 2, 4, 6)]
-    else:
-        low = (codes & 15).movedim(4, -1)  # b, c, half, column, parity, step
-        planes = [low[..., ::2] | low[..., 1::2] << 4]
-        high = (codes >> 4).permute(0, 1, 3, 5, 2, 4)  # b, c, column, parity, half, step
-        if bits == 5:
-            planes.append(_shifted(high.flatten(4), 1))
-        if bits == 6:
-            planes.append(_shifted(high, 2))
-    chunk = torch.cat([plane.flatten(2) for plane in planes], dim=2)
-    return chunk.reshape(len(chunk), -1, _UNIT)
-
-
-def _shifted(numbers: Tensor, width: int) -> Tensor:
-    """Return bytes of the numbers of the last dimension, `width` bits each."""
-    shifts = torch.arange(0, width * numbers.shape[-1], width, dtype=torch.uint8)
-    return (numbers << shifts).sum(-1, dtype=torch.uint8)
+    codes = F.pad(codes_NK, (0, -k % _CHUNK, 0, -n % BLOCK)).contiguous()  # aligned, as a copy
+    if bits == 8:  # [blocks, half, 4, 4 columns, chunks, step] of pairs -> [blocks, chunks, ...]
+        pairs = codes.view(torch.int16).view(-1, 2, 4, 4, codes.shape[1] // _CHUNK, 4)
+        units = pairs.permute(0, 4, 5, 2, 1, 3).reshape(len(pairs), -1, _UNIT // 2)
+        return units.view(torch.uint8)
+    words = codes.view(torch.int64).unflatten(0, (-1, BLOCK))
+    units = torch.empty(len(words), words.shape[2], bits * _UNIT, dtype=torch.uint8)
+    # Pairs of codes 0 and 2, 4 and 6, 1 and 3, 5 and 7 as bytes.
+    low = words & 0x0F0F0F0F0F0F0F0F
+    low = (low | low >> 12) & 0x0000FFFF0000FFFF
+    low = low & 0xFF | low >> 24 & 0xFF00 | (low & 0xFF00) << 8 | low >> 16 & 0xFF000000
+    units[..., : 4 * _UNIT].view(torch.int32).copy_(low.transpose(1, 2))
+    if (more := bits - 4) > 0:
+        # The upper bits of codes 0, 2, 4 and 6 as a byte, then of the others, for each half.
+        high = words >> 4 & ((1 << more) - 1) * 0x0101010101010101
+        high |= high >> 16 - more
+        high = (high | high >> 32 - 2 * more) & 0xFFFF
+        first, second = high.chunk(2, dim=1)
+        if more == 1:
+            joined, dtype = first | second << 4, torch.int16
+        else:
+            pairs = first | second << 16  # of bytes, each half has two
+            joined = pairs & 0xFF0000FF | (pairs & 0xFF00) << 8 | (pairs & 0xFF0000) >> 8
+            dtype = torch.int32
+        units[..., 4 * _UNIT :].view(dtype).copy_(joined.transpose(1, 2))
+    return units.view(len(units), -1, _UNIT)

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..ops.parameter import Selection
+from ..ops.parameter import Selection, Shape
 from .checkpoint_format import rows_and_columns
 from .grouped import (
     DOUBLED_E2M1,
@@ -95,13 +96,44 @@ class GGUFType:
         weight.check_scales()
         return weight if columns is None else weight.columns(columns.start, columns.count)
 
+    def described(
+        self, stored: Shape, part: Shape, selection: Selection | None, scale: float
+    ) -> GroupedWeight:
+        """Return a weight of the form of what `read` returns, without reading blocks.
+
+        Args:
+            stored: shape of the weight.
+            part: shape of what is read.
+            selection: of the part.
+            scale: of the whole tensor.
+        """
+        row = torch.zeros(1, stored[-1] // self.elements, self.nbytes, dtype=torch.uint8)
+        columns = rows_and_columns(selection)[1]
+        weight = self.read(row, columns, scale)
+        return weight.over(lambda tensor: tensor.expand(*part[:-1], -1))
+
 
 def _fields(packed: Tensor, run: int, bits: int) -> Tensor:
     """Return the numbers of `bits` bits in runs of bytes, see `Plane`: uint8 `[..., numbers]`."""
-    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)[:, None]
-    runs = packed.unflatten(-1, (-1, 1, run))
-    numbers: Tensor = runs >> shifts & (1 << bits) - 1
-    return numbers.flatten(-3)
+    if bits == 8:
+        return packed
+    if run == 1:
+        table = _numbers_of_bytes(bits)
+        numbers = table.index_select(0, packed.flatten().int())
+        return numbers.view(*packed.shape[:-1], -1)
+    word = torch.int64 if run % 8 == 0 else torch.int32  # several bytes at a time
+    mask = int.from_bytes(bytes([(1 << bits) - 1] * word.itemsize), "little")
+    aligned = packed.clone(memory_format=torch.contiguous_format).view(word)
+    runs = aligned.unflatten(-1, (-1, run // word.itemsize))
+    shifted = [runs >> shift & mask for shift in range(0, 8, bits)]
+    return torch.stack(shifted, dim=-2).flatten(-3).view(torch.uint8)
+
+
+@cache
+def _numbers_of_bytes(bits: int) -> Tensor:
+    """Return the numbers of `bits` bits in each byte, uint8 `[256, 8 / bits]`."""
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
+    return torch.arange(256, dtype=torch.uint8)[:, None] >> shifts & (1 << bits) - 1
 
 
 def _float16(blocks: Tensor, start: int = 0) -> Tensor:
