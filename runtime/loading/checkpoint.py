@@ -34,6 +34,7 @@ from .checkpoint_files import (
     no_weights,
     read_json_object,
     read_model_config,
+    unmapped,
 )
 
 # Reads the sampling defaults of a model from its `generation_config.json`.
@@ -82,19 +83,9 @@ INDEX_FILE = "model.safetensors.index.json"
 _LFS_MAGIC = b"version https://git-lfs"
 _INDEX_BYTES = 128 << 20
 Shape = tuple[int, ...]
-_DTYPES = {
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "U32": torch.uint32,
-}
-"""By their safetensors names, of tensors that formats consist of."""
+_LOADABLE_DTYPES = frozenset({"F32", "BF16", "F16"})
+_CODE_DTYPES = _LOADABLE_DTYPES | {"F8_E4M3", "F8_E8M0", "I64", "I32", "I8", "U8", "U32"}
+"""Of tensors that formats consist of."""
 
 
 class TensorHeader(NamedTuple):
@@ -164,8 +155,6 @@ class _Quantised(NamedTuple):
     format: CheckpointFormat
     names: dict[str, str]
     """Of its tensors, by what they end with."""
-    on_meta: dict[str, Tensor]
-    """Its tensors on the device `meta`, likewise."""
 
 
 def _formats(settings: object) -> tuple[CheckpointFormat, ...]:
@@ -179,7 +168,7 @@ def _formats(settings: object) -> tuple[CheckpointFormat, ...]:
 
 
 @contextmanager
-def _reading(path: Path, name: str) -> Iterator[None]:
+def reading(path: Path, name: str) -> Iterator[None]:
     """Raise `CheckpointError` for what torch and formats raise for contents of another form."""
     try:
         yield
@@ -274,10 +263,10 @@ class CheckpointReader:
                 return source.read(self.tensor(source.name))
             return torch.empty(source.part_shape, device="meta")
         header, weight = self._headers[source.name], self._quantised[source.name]
-        tensors = weight.on_meta
-        if not meta:
-            tensors = {suffix: self.tensor(name) for suffix, name in weight.names.items()}
-        with _reading(header.file, source.name):
+        tensors = {suffix: self.tensor(name) for suffix, name in weight.names.items()}
+        if meta:
+            tensors = {s: torch.empty_like(t, device="meta") for s, t in tensors.items()}
+        with reading(header.file, source.name):
             return weight.format.read(tensors, header.shape, source.selection)
 
     def decoded(self, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -292,7 +281,7 @@ class CheckpointReader:
     def tensor(self, name: str) -> Tensor:
         """Return a tensor; it may share the mapped file's memory, so copy it to keep it."""
         path, stored = self._places[name]
-        with _reading(path, name):
+        with reading(path, name):
             tensor: Tensor = self._files[path].get_tensor(stored)
             return tensor
 
@@ -319,10 +308,10 @@ class CheckpointReader:
             if not self._headers.keys() >= set(names.values()):
                 continue
             headers = {s: Header(*self._headers[name][:2]) for s, name in names.items()}
-            if not all(header.dtype in _DTYPES for header in headers.values()):
+            if not _CODE_DTYPES.issuperset(header.dtype for header in headers.values()):
                 continue
             file = self._headers[names[first]].file
-            with _reading(file, prefix):
+            with reading(file, prefix):
                 shape = stored.shape(prefix, headers, lambda suffix: self.tensor(prefix + suffix))  # noqa: B023
             if shape is None:
                 continue
@@ -330,11 +319,7 @@ class CheckpointReader:
                 self._headers.pop(prefix + suffix, None)
             weight = prefix + stored.weight_suffix
             self._headers[weight] = TensorHeader(stored.name, shape, file)
-            on_meta = {
-                suffix: torch.empty(header.shape, dtype=_DTYPES[header.dtype], device="meta")
-                for suffix, header in headers.items()
-            }
-            self._quantised[weight] = _Quantised(stored, names, on_meta)
+            self._quantised[weight] = _Quantised(stored, names)
 
     def _open(self, path: Path, index: Mapping[str, Path]) -> None:
         has_file(path)  # or raise: the library would block on a FIFO
@@ -350,10 +335,7 @@ class CheckpointReader:
                 self._headers[name] = header
         except (OSError, MemoryError, SafetensorError) as error:
             if isinstance(error, MemoryError) or f"os error {errno.ENOMEM}" in str(error):
-                raise MemoryBudgetError(
-                    f"{path} cannot be mapped into memory: {bounded_text(error)}. Raise the limit "
-                    "of address space (RLIMIT_AS, ulimit -v), which counts mapped files"
-                ) from error
+                raise unmapped(path, error) from error
             raise CheckpointError(
                 f"{path} is truncated or no safetensors file: {bounded_text(error)}"
                 f"{_lfs_hint(path)}"
@@ -400,12 +382,11 @@ _LAYER_NAME = re.compile(r"model\.layers\.(\d{1,9})\.")
 _EXPERT_NAME = re.compile(r"(.*\.experts)\.(\d+)\..*")
 _MODULE_NAME = re.compile(r".*?\.(?=\d)|.*\.")
 """What the name of a tensor begins with: the list that its layer is in, or else its module."""
-_LOADABLE_DTYPES = frozenset({"F32", "BF16", "F16"})
 _PROBLEMS_SHOWN = 10
 _EXPERTS_SHOWN = 8
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-_ELEMENTS_COMPARED = 1 << 24
-"""Elements of two tensors compared at a time, which bounds their copies in float32."""
+_ROWS_COMPARED = 1024
+"""Rows of two tensors compared at a time, which bounds their copies in float32."""
 
 
 def check_tensors(
@@ -518,14 +499,13 @@ def check_tied_head(reader: CheckpointReader) -> None:
     head, embedding = headers.get(_HEAD), headers.get(_EMBEDDING)
     if head is None or embedding is None:
         return
-    equal = head.shape == embedding.shape
-    if equal:
-        stored, embeddings = (reader.read(Source(n, head.shape)) for n in (_HEAD, _EMBEDDING))
-        rows = max(1, _ELEMENTS_COMPARED // max(1, head.shape[-1]))
-        equal = all(
-            torch.equal(ours.float(), theirs.float())
-            for ours, theirs in zip(stored.split(rows), embeddings.split(rows), strict=True)
-        )
+    pieces = (
+        reader.read(Source(name, header.shape)).split(_ROWS_COMPARED)
+        for name, header in ((_HEAD, head), (_EMBEDDING, embedding))
+    )
+    equal = head.shape == embedding.shape and all(
+        torch.equal(ours.float(), theirs.float()) for ours, theirs in zip(*pieces, strict=True)
+    )
     if not equal:
         raise CheckpointError(
             f"{head.file}: {_HEAD} differs from {_EMBEDDING}, though config.json says that they are"

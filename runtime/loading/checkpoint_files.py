@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..bounded_repr import bounded_repr, bounded_text
-from ..errors import CheckpointError
+from ..errors import CheckpointError, MemoryBudgetError
 
 
 def has_file(path: Path) -> bool:
@@ -60,6 +60,14 @@ def read_json_object(path: Path, most_bytes: int) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise CheckpointError(f"{_shown(path)} must hold a JSON object")
     return content
+
+
+def unmapped(path: Path, error: Exception) -> MemoryBudgetError:
+    """Return the error for a file that the process may not map."""
+    return MemoryBudgetError(
+        f"{path} cannot be mapped into memory: {bounded_text(error)}. Raise the limit of address"
+        " space (RLIMIT_AS, ulimit -v), which counts mapped files"
+    )
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,12 +22,12 @@ from ..bounded_repr import bounded_repr
 from ..errors import CheckpointError, ConfigError
 from ..kernels.ops.parameter import HeadRows, Source
 from ..kernels.weights import GroupedWeight
-from ..kernels.weights.gguf import GGUFType
+from ..kernels.weights.gguf import GGUFType, PlainType
 from ..models.config import ModelConfig
 from ..models.families import FAMILIES
 from ..models.plan import fused_layout
 from ..models.rope import Rope, RopeScaling, inverse_frequencies
-from .checkpoint import CheckpointReader, TensorHeader
+from .checkpoint import CheckpointReader, TensorHeader, reading
 from .gguf_file import GGUFFile, GGUFTensor, gguf_package
 
 # Metadata as a `config.json`.
@@ -181,7 +182,7 @@ def _dtype(file: GGUFFile) -> str:
     """Return the dtype of the model: of its matrices, or bfloat16 if they are quantised."""
     types = {tensor.type for tensor in file.tensors.values() if len(tensor.shape) > 1}
     stored = types.pop() if len(types) == 1 else None
-    return str(stored if isinstance(stored, torch.dtype) else torch.bfloat16)
+    return str(stored.dtype if isinstance(stored, PlainType) else torch.bfloat16)
 
 
 def _end_tokens(file: GGUFFile) -> list[int]:
@@ -203,13 +204,13 @@ def _rope(metadata: _Metadata) -> dict[str, Any] | None:
     """Return the scaling of frequencies."""
     tensors = metadata.file.tensors
     lists = {
-        name: tensors[tensor].data.view(torch.float32).tolist()
+        name: tensors[tensor].data.flatten().tolist()
         for name, tensor in (
             ("short_factor", "rope_factors_short.weight"),
             ("long_factor", "rope_factors_long.weight"),
             ("factor", "rope_freqs.weight"),
         )
-        if tensor in tensors and tensors[tensor].type == torch.float32
+        if tensor in tensors and tensors[tensor].data.dtype == torch.float32
     }
     if "long_factor" in lists:
         return {"rope_type": "longrope", **lists}
@@ -388,7 +389,7 @@ class _Stored:
     """Computes it from the decoded tensors; None: it is the only one."""
 
     @property
-    def type(self) -> GGUFType | torch.dtype:
+    def type(self) -> GGUFType | PlainType:
         """Of the first tensor."""
         return self.tensors[0].type
 
@@ -401,11 +402,13 @@ class _Stored:
     def data(self) -> Tensor:
         """Return the numbers of a plain tensor, the blocks of another one; a view if possible."""
         data = self.tensors[0].data
-        if isinstance(self.type, torch.dtype):
-            data = data.view(self.type).view(self.tensors[0].shape)
         if self.expert is not None:
             data = data[self.expert]
         return data if self.rows is None else self.rows.read(data)
+
+    def reading(self) -> AbstractContextManager[None]:
+        """Raise `CheckpointError` for contents that cannot be decoded."""
+        return reading(self.tensors[0].file, self.tensors[0].name)
 
     def numbers(self) -> Tensor:
         """Return the whole tensor. Raises `ValueError` if it cannot be decoded."""
@@ -444,7 +447,7 @@ class GGUFReader(CheckpointReader):
             chosen = parameter.stored_in(shapes).source_names
             self._stored |= {name: found[name] for name in chosen if name in found}
         self._headers = {
-            name: TensorHeader(stored.tensors[0].type_name, stored.shape, stored.tensors[0].file)
+            name: TensorHeader(stored.type.name, stored.shape, stored.tensors[0].file)
             for name, stored in self._stored.items()
         }
         used = {tensor.name for stored in self._stored.values() for tensor in stored.tensors}
@@ -468,21 +471,16 @@ class GGUFReader(CheckpointReader):
             if meta:
                 return torch.empty(source.part_shape, device="meta")
             return source.read(self.tensor(source.name))
-        selection, scale = source.selection, stored.scale
         if meta:
-            return stored.type.described(stored.shape, source.part_shape, selection, scale)
-        try:
-            return stored.type.read(stored.data(), selection, scale)
-        except ValueError as error:
-            raise _unreadable(stored, error) from error
+            return stored.type.described(source, stored.scale)
+        with stored.reading():
+            return stored.type.read(stored.data(), source.selection, stored.scale)
 
     def tensor(self, name: str) -> Tensor:
         """Return a tensor; it may share the mapped file's memory, so copy it to keep it."""
         stored = self._stored[name]
-        try:
+        with stored.reading():
             return stored.numbers()
-        except ValueError as error:
-            raise _unreadable(stored, error) from error
 
     def _add_others(self, names: Iterable[str]) -> None:
         """Add headers of tensors that the model has no parameters for, in their layers.
@@ -495,7 +493,7 @@ class GGUFReader(CheckpointReader):
                 if int(layer[1]) >= self._config.num_layers:
                     continue
                 name = f"model.layers.{layer[1]}.{layer[2]}"
-            self._headers[name] = TensorHeader(tensor.type_name, tensor.shape, tensor.file)
+            self._headers[name] = TensorHeader(tensor.type.name, tensor.shape, tensor.file)
 
     def _find(self, name: str) -> _Stored | None:
         """Return how the file stores a tensor; None if it does not."""
@@ -555,8 +553,3 @@ class GGUFReader(CheckpointReader):
             shapes = ", ".join(f"{t.name} {bounded_repr(list(t.shape), 80)}" for t in found)
             raise CheckpointError(f"{found[0].file}: the shapes of {shapes} do not fit") from error
         return _Stored(found, tuple(shape), compute=compute)
-
-
-def _unreadable(stored: _Stored, error: ValueError) -> CheckpointError:
-    tensor = stored.tensors[0]
-    return CheckpointError(f"{tensor.file}: {tensor.name} cannot be read: {error}")

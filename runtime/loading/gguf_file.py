@@ -21,9 +21,9 @@ import numpy as np
 import torch
 
 from ..bounded_repr import bounded_repr, bounded_text
-from ..errors import CheckpointError, MemoryBudgetError
-from ..kernels.weights.gguf import GGUF_TYPES, PLAIN_TYPES, TYPE_NAMES, GGUFType
-from .checkpoint_files import has_file
+from ..errors import CheckpointError
+from ..kernels.weights.gguf import GGUF_TYPES, PLAIN_TYPES, GGUFType, PlainType
+from .checkpoint_files import has_file, unmapped
 
 SUFFIX = ".gguf"
 _MAGIC = b"GGUF"
@@ -39,6 +39,7 @@ _SCALARS = dict(enumerate((*"BbHhIif?", None, None, *"Qqd")))
 """The format of `struct` of each type of metadata; strings are 8 and lists are 9."""
 _STRING, _LIST = 8, 9
 _U32, _U64 = Struct("<I"), Struct("<Q")
+_TYPES: dict[int, GGUFType | PlainType] = {**PLAIN_TYPES, **GGUF_TYPES}
 T = TypeVar("T")
 
 
@@ -47,21 +48,14 @@ class GGUFTensor:
     """The header of a tensor."""
 
     name: str
-    type: GGUFType | torch.dtype
+    type: GGUFType | PlainType
     shape: tuple[int, ...]
     """With the inputs of a row last, as in torch."""
     file: Path
     data: torch.Tensor
-    """uint8, mapped: `[..., S, B]` if the type has blocks, else all bytes."""
+    """Mapped: uint8 `[..., S, B]` if the type has blocks, else the numbers in its shape."""
     scales: torch.Tensor | None = None
     """Factors of the tensor, or of each expert of a stack, float32."""
-
-    @property
-    def type_name(self) -> str:
-        """The name of the type in llama.cpp."""
-        if isinstance(self.type, GGUFType):
-            return self.type.name
-        return next(name for name, dtype in PLAIN_TYPES.values() if dtype == self.type)
 
 
 class GGUFFile:
@@ -192,23 +186,18 @@ class GGUFFile:
             yield self._tensor(name, shape, kind, start + offset)
 
     def _tensor(self, name: str, shape: tuple[int, ...], kind: int, start: int) -> GGUFTensor:
-        found = GGUF_TYPES.get(kind) or PLAIN_TYPES.get(kind, ("", None))[1]
-        if found is None:
+        if (found := _TYPES.get(kind)) is None:
             raise self._error(
                 f"{bounded_repr(name, 80)} is of type {_type_name(kind)}, supported:"
-                f" {', '.join(TYPE_NAMES)}. Use a file in one of these"
+                f" {', '.join(known.name for known in _TYPES.values())}. Use a file in one of these"
             )
-        blocks, nbytes = (
-            (1, found.itemsize)
-            if isinstance(found, torch.dtype)
-            else (found.elements, found.nbytes)
-        )
-        if shape[-1] % blocks:
+        nbytes, elements = found.nbytes, found.elements
+        if shape[-1] % elements:
             raise self._error(
                 f"{bounded_repr(name, 80)} has rows of {shape[-1]} elements, which must be a"
-                f" multiple of the {blocks} of a block of {found}"
+                f" multiple of the {elements} of a block of {found.name}"
             )
-        size = math.prod(shape) // blocks * nbytes
+        size = math.prod(shape) // elements * nbytes
         if start % _ALIGNMENT and start % nbytes:
             raise self._error(f"{bounded_repr(name, 80)} begins at the odd byte {start}")
         if start + size > len(self._mapped) or not size:
@@ -217,8 +206,10 @@ class GGUFFile:
                 f" {size} bytes from byte {start} on, of {len(self._mapped)}"
             )
         data = self._mapped[start : start + size]
-        if isinstance(found, GGUFType):
-            data = data.view(*shape[:-1], shape[-1] // blocks, nbytes)
+        if isinstance(found, PlainType):
+            data = data.view(found.dtype).view(shape)
+        else:
+            data = data.view(*shape[:-1], shape[-1] // elements, nbytes)
         return GGUFTensor(name, found, shape, self.path, data)
 
 
@@ -243,9 +234,8 @@ def open_gguf(path: Path) -> GGUFFile:
     for name in [name for name in first.tensors if name.endswith((".scale", ".input_scale"))]:
         scales = first.tensors.pop(name)  # those of inputs are for products in 4 bits
         weight = first.tensors.get(f"{name.removesuffix('.scale')}.weight")
-        if weight is not None and scales.type == torch.float32:
-            numbers = scales.data.view(torch.float32)
-            first.tensors[weight.name] = replace(weight, scales=numbers)
+        if weight is not None and scales.data.dtype == torch.float32:
+            first.tensors[weight.name] = replace(weight, scales=scales.data.flatten())
     return first
 
 
@@ -302,10 +292,7 @@ def _mapped(path: Path) -> torch.Tensor:
         return torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
     except (OSError, RuntimeError) as error:
         if f"({errno.ENOMEM})" in str(error):
-            raise MemoryBudgetError(
-                f"{path} cannot be mapped into memory: {bounded_text(error)}. Raise the limit of"
-                " address space (RLIMIT_AS, ulimit -v), which counts mapped files"
-            ) from error
+            raise unmapped(path, error) from error
         raise CheckpointError(f"{path} cannot be read: {bounded_text(error)}") from error
 
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..ops.parameter import Selection, Shape
+from ..ops.parameter import Selection, Source
 from .checkpoint_format import rows_and_columns
 from .grouped import (
     DOUBLED_E2M1,
@@ -29,8 +29,26 @@ from .grouped import (
     powers_of_two,
 )
 
-PLAIN_TYPES = {0: ("F32", torch.float32), 1: ("F16", torch.float16), 30: ("BF16", torch.bfloat16)}
-"""Types without blocks, by their numbers in files."""
+
+class PlainType(NamedTuple):
+    """A type of tensors without blocks."""
+
+    name: str
+    dtype: torch.dtype
+    elements: int = 1
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of an element."""
+        return self.dtype.itemsize
+
+
+PLAIN_TYPES = {
+    0: PlainType("F32", torch.float32),
+    1: PlainType("F16", torch.float16),
+    30: PlainType("BF16", torch.bfloat16),
+}
+"""By their numbers in files."""
 
 
 class Plane(NamedTuple):
@@ -96,21 +114,12 @@ class GGUFType:
         weight.check_scales()
         return weight if columns is None else weight.columns(columns.start, columns.count)
 
-    def described(
-        self, stored: Shape, part: Shape, selection: Selection | None, scale: float
-    ) -> GroupedWeight:
-        """Return a weight of the form of what `read` returns, without reading blocks.
-
-        Args:
-            stored: shape of the weight.
-            part: shape of what is read.
-            selection: of the part.
-            scale: of the whole tensor.
-        """
-        row = torch.zeros(1, stored[-1] // self.elements, self.nbytes, dtype=torch.uint8)
-        columns = rows_and_columns(selection)[1]
-        weight = self.read(row, columns, scale)
-        return weight.over(lambda tensor: tensor.expand(*part[:-1], -1))
+    def described(self, source: Source, scale: float) -> GroupedWeight:
+        """Return a weight in the format and the shape that `read` returns for a source, of a row
+        of zeros."""
+        row = torch.zeros(1, source.shape[-1] // self.elements, self.nbytes, dtype=torch.uint8)
+        weight = self.read(row, rows_and_columns(source.selection)[1], scale)
+        return weight.over(lambda tensor: tensor.expand(*source.part_shape[:-1], -1))
 
 
 def _fields(packed: Tensor, run: int, bits: int) -> Tensor:
@@ -244,7 +253,3 @@ GGUF_TYPES: dict[int, GGUFType] = {
     )
 }
 """By number."""
-
-TYPE_NAMES = tuple(
-    [name for name, _ in PLAIN_TYPES.values()] + [found.name for found in GGUF_TYPES.values()]
-)
