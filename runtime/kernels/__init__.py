@@ -9,10 +9,9 @@ from dataclasses import replace
 from typing import Literal
 
 import torch
-from torch import Tensor
 
 from ..errors import KernelBuildError
-from .choice import Kernels, Parts, no_parts
+from .choice import Kernels, no_parts
 from .cpu.build import (
     build_cpu_ops,
     build_kernels,
@@ -26,7 +25,7 @@ from .ops.batch import LayerPlace, RaggedBatch
 from .ops.experts import Experts, Routing, reference_experts
 from .ops.experts_operator import opaque_experts, packed_experts
 from .ops.linear import can_pack, pack_linear, packed_linear, reference_linear
-from .ops.packed_parts import pack_parts, parts_bytes
+from .ops.packed_parts import pack_parts_into, parts_bytes
 from .ops.stack import DecoderStack, DecodeStep, Stack, stack_obstacle
 from .packed_memory import PackedMemory
 from .support import (
@@ -123,15 +122,11 @@ def _cpu_kernels(dtype: torch.dtype, weights: WeightStorage, *, load: bool) -> K
         weights=weights,
         sampler="cpu",
         library=library,
-        pack_parts=_packed if packs else None,
+        pack_parts=pack_parts_into if packs else None,
         parts_bytes=parts_bytes if packs else no_parts,
         make_stack=DecoderStack if packs else None,
         stack_obstacle=stack_obstacle,
     )
-
-
-def _packed(parts: Parts, dtype: torch.dtype, memory: Tensor | None) -> tuple[Tensor, None]:
-    return pack_parts(parts, dtype, memory), None
 
 
 def _gpu_kernels(weights: WeightStorage) -> Kernels:

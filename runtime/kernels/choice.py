@@ -57,15 +57,14 @@ class Kernels:
     """Creates a `DecodeStep` from such a stack and a `BoundModel`."""
     weights: WeightStorage = MODEL
     """How the weights of linear layers are stored; 8-bit weights have scales."""
-    pack_parts: (
-        Callable[[Parts, torch.dtype, Tensor | None], tuple[Tensor, Tensor | None]] | None
-    ) = None
-    """Packs a weight of a model in this dtype, of which some parts are codes, perhaps into given
-    memory; returns it with scales for `linear`, if they are not part of it. None: weights are
-    decoded while they are loaded."""
+    pack_parts: Callable[[Parts, torch.dtype, Tensor], None] | None = None
+    """Packs a weight of a model in this dtype, of which some parts are codes, into uint8 memory of
+    `parts_bytes`; None: `store_parts` takes it, or weights are decoded while they are loaded."""
+    store_parts: Callable[[Parts, torch.dtype], tuple[Tensor, Tensor]] | None = None
+    """Returns such a weight and its scales as `linear` takes them, in place of `pack_parts`."""
     parts_bytes: Callable[[Parts, torch.dtype], int | None] = no_parts
-    """The bytes that `pack_parts` returns for such parts, on any device; None: no kernel takes
-    them, so they are decoded."""
+    """The bytes that either makes of such parts, on any device; None: no kernel takes them, so they
+    are decoded."""
     codes: Mapping[str, int] = field(default_factory=dict)
     """Bytes of the parameters, by name, that stay in the codes of their checkpoint."""
     fallbacks: tuple[Fallback, ...] = ()

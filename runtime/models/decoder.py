@@ -294,6 +294,9 @@ class LayerStack(nn.Module):
                 assert leaf in ("weight", "bias"), name
                 return module, {leaf: weight.to(self.device)}
         assert isinstance(module, Projection)
+        packs = self.kernels.pack_parts is not None and not isinstance(weight, Tensor)
+        if packs and packed is None:
+            packed = torch.empty(self.kernels.codes[name], dtype=torch.uint8)
         try:
             return module, module.as_stored(weight, self.dtype, self.device, packed)
         except ValueError as error:

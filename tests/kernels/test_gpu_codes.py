@@ -23,7 +23,7 @@ from stepgraph.runtime.kernels.triton.linear_kernels import (
     reference_product,
     residual_linear,
 )
-from stepgraph.runtime.kernels.triton.packed_codes import pack_parts, parts_bytes
+from stepgraph.runtime.kernels.triton.packed_codes import parts_bytes, store_parts
 from stepgraph.runtime.kernels.weights import GroupedWeight, dequantise
 from stepgraph.runtime.kernels.weights.grouped import (
     DOUBLED_E2M1,
@@ -102,7 +102,7 @@ FORMATS: dict[str, Callable[[int, int], GroupedWeight]] = {
 
 
 def packed(parts: list[GroupedWeight]) -> LinearTensors:
-    stored, own = pack_parts(parts, HALF)
+    stored, own = store_parts(parts, HALF)
     on_meta = [part.over(lambda tensor: tensor.to("meta")) for part in parts]
     assert parts_bytes(on_meta, HALF) == stored.nbytes + own.nbytes
     return LinearTensors(stored.to(DEVICE), own.to(DEVICE))

@@ -154,9 +154,11 @@ class LinearTensors(NamedTuple):
     """A linear layer as stored: `x @ (weight * scales).T + bias`."""
 
     weight: Tensor
-    """`[N, K]` in the model's dtype, int8 or float8_e4m3fn; packed if the kernels pack weights."""
+    """`[N, K]` in the model's dtype, int8, float8_e4m3fn or 4-bit codes (`weights/stored.py`);
+    packed if the kernels pack weights."""
     scales: Tensor | None = None
-    """As `WeightStorage.quantise` returns them; None: the weight has the model's dtype."""
+    """As `WeightStorage.quantise` or `Kernels.store_parts` returns them; None: the weight has the
+    model's dtype."""
     bias: Tensor | None = None
     """`[N]` in the model's dtype."""
 
@@ -187,7 +189,8 @@ class Projection(nn.Module):
         self.weight: nn.Parameter | None = None
         self.scales: nn.Parameter | None = None
         """Of weights that are stored in 8 bits: float32 `[out_features]`, or of fp8 a scale for
-        every 128 input features, `[out_features, ceil(in_features / 128)]`."""
+        every 128 input features, `[out_features, ceil(in_features / 128)]`; or as `store_parts`
+        returns them (`weights/stored.py`)."""
         self.bias: nn.Parameter | None = None
         self.dtype: torch.dtype | None = None
         """Of the weight as it was before it was quantised."""
@@ -213,7 +216,15 @@ class Projection(nn.Module):
         Raises ValueError for NaN or infinity in a weight to quantise, naming the row.
         """
         if not isinstance(weight, Tensor):
-            return self._packed_parts(weight, dtype, device, packed)
+            if self.kernels.store_parts is not None:
+                data, scales = self.kernels.store_parts(weight, dtype)
+                return {"weight": data.to(device), "scales": scales.to(device)}
+            assert self.kernels.pack_parts is not None, "`Kernels.codes` is empty"
+            assert packed is not None
+            each = len(weight) // self.matrices
+            for i, memory in enumerate(packed.chunk(self.matrices)):
+                self.kernels.pack_parts(weight[i * each : (i + 1) * each], dtype, memory)
+            return {"weight": packed.to(device)}
         stored: dict[str, torch.Tensor] = {}
         if self.kernels.pack is None:
             weight = weight.to(device)
@@ -221,20 +232,6 @@ class Projection(nn.Module):
             weight, scales = self.kernels.weights.quantise(weight)
             stored["scales"] = scales.to(device)
         stored["weight"] = self._packed(weight).to(device)
-        return stored
-
-    def _packed_parts(
-        self, parts: Parts, dtype: torch.dtype, device: torch.device, packed: Tensor | None
-    ) -> dict[str, torch.Tensor]:
-        pack, each = self.kernels.pack_parts, len(parts) // self.matrices
-        assert pack is not None, "`Kernels.codes` is empty"
-        memory = [None] * self.matrices if packed is None else packed.chunk(self.matrices)
-        found = [pack(parts[i * each : (i + 1) * each], dtype, own) for i, own in enumerate(memory)]
-        if packed is None:
-            packed = torch.cat([data for data, _ in found])
-        stored = {"weight": packed.to(device)}
-        if scales := [own for _, own in found if own is not None]:
-            stored["scales"] = torch.cat(scales).to(device)
         return stored
 
     def _packed(self, weight: torch.Tensor) -> torch.Tensor:

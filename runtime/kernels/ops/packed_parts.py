@@ -113,7 +113,14 @@ def parts_bytes(parts: Parts, dtype: torch.dtype) -> int | None:
     return packed_parts_bytes(described, dtype) if can_pack_parts(described, dtype) else None
 
 
-def pack_parts(parts: Parts, dtype: torch.dtype, packed: Tensor | None = None) -> Tensor:
+def pack_parts(parts: Parts, dtype: torch.dtype) -> Tensor:
+    """Return what `pack_parts_into` packs, uint8 `[bytes]`."""
+    packed = torch.empty(parts_bytes(parts, dtype) or 0, dtype=torch.uint8)
+    pack_parts_into(parts, dtype, packed)
+    return packed
+
+
+def pack_parts_into(parts: Parts, dtype: torch.dtype, packed: Tensor) -> None:
     """Pack weights `[N, K]`, the rows of one weight, for a model in `dtype`, to uint8 `[bytes]`.
 
     Rows are read and packed a piece at a time. Packed weights of equal formats may be concatenated
@@ -122,8 +129,6 @@ def pack_parts(parts: Parts, dtype: torch.dtype, packed: Tensor | None = None) -
     described = [Part.of(part) for part in parts]
     if not can_pack_parts(described, dtype):
         raise ValueError(f"parts {described} cannot be packed for {dtype}: decode them")
-    if packed is None:
-        packed = torch.empty(packed_parts_bytes(described, dtype), dtype=torch.uint8)
     packed[: _header_bytes(described)] = 0
     _write_header(described, dtype, packed)
     at = _header_bytes(described)
@@ -139,7 +144,6 @@ def pack_parts(parts: Parts, dtype: torch.dtype, packed: Tensor | None = None) -
             units = _blocks(part.rows(first * BLOCK, stop))
             blocks[first : first + step, : units.shape[1]] = units
             blocks[first : first + step, units.shape[1] :] = 0
-    return packed
 
 
 def _aligned(size: int) -> int:

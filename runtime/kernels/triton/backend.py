@@ -18,7 +18,7 @@ from ..ops.linear import LinearTensors, reference_linear
 from ..ops.stack import DecodeStep, Stack
 from ..weights import WeightStorage
 from .fusion import fusion_obstacle
-from .packed_codes import pack_parts, parts_bytes
+from .packed_codes import parts_bytes, store_parts
 
 if TYPE_CHECKING:
     from .stack import Operations
@@ -123,6 +123,6 @@ def gpu_kernels(
         stack_obstacle=fusion_obstacle,
         make_decode_step=None if batch_invariant else make_decode_step,
         batch_invariant=batch_invariant,
-        pack_parts=pack_parts,
+        store_parts=store_parts,
         parts_bytes=parts_bytes,
     )

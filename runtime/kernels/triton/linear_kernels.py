@@ -15,11 +15,12 @@ adds it.
 
 **Any rows.** Weights in the model's dtype go to the library's matrix product. Weights of 8 bits are
 brought to the model's dtype on the way to the tensor cores, tile by tile, which is exact; sums are
-multiplied by the scales. The same kernel computes the logits of a router, and all products of a
-batch-invariant engine: a row of the result is one chain of tensor-core products over blocks of
-input features in ascending order, and there sizes follow from the shape of the weight, so the same
-machine code multiplies a row in any step. Input features are not split (split-K): partial sums
-would need memory for T rows each.
+multiplied by the scales. Codes of fewer bits, of small groups or with minimums are multiplied by
+their scales first (`quantised.decoded_tile`). The same kernel computes the logits of a router, and
+all products of a batch-invariant engine: a row of the result is one chain of tensor-core products
+over blocks of input features in ascending order, and there sizes follow from the shape of the
+weight, so the same machine code multiplies a row in any step. Input features are not split
+(split-K): partial sums would need memory for T rows each.
 
 The rows are the left operand, 64 of them, as many as a warp group of Hopper multiplies. With few
 rows most of the operand is zeros that are not loaded, and the time is still the time of reading the

@@ -20,13 +20,14 @@ import torch
 from torch import Tensor
 
 from ..choice import Parts
-from ..weights import GroupedWeight, StoredRows
-from ..weights.grouped import E4M3, Levels, Scales
+from ..weights import GroupedWeight
+from ..weights.grouped import E4M3, GroupedFormat, Levels, Scales
 from ..weights.stored import FP8_BLOCK, LEVEL_BYTES
 from .linear import row_bytes
 
 _SCALES = {torch.float16, torch.bfloat16, torch.float32}
 _LEAST_GROUP = 16
+_CODES_AT_A_TIME = 1 << 24
 
 
 class _Form(NamedTuple):
@@ -48,28 +49,34 @@ class _Form(NamedTuple):
 
 
 def parts_bytes(parts: Parts, dtype: torch.dtype) -> int | None:
-    """See `Kernels.parts_bytes`; a weight of which a part is no code is decoded."""
+    """See `Kernels.parts_bytes`; parts in the model's dtype have no form."""
     form = _form_of(parts)
     if form is None:
         return None
     return sum(part.shape[0] * form.bytes_of_row(part.shape[1]) for part in parts)
 
 
-def pack_parts(
-    parts: Parts, dtype: torch.dtype, memory: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """See `Kernels.pack_parts`; the given memory is not used."""
+def store_parts(parts: Parts, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """See `Kernels.store_parts`; rows are read and packed a piece at a time."""
     form = _form_of(parts)
     assert form is not None, "parts without `parts_bytes`"
-    coded = [part.rows(0, part.shape[0]) for part in parts if not isinstance(part, Tensor)]
-    data, scales = ([pack(part, form) for part in coded] for pack in (_codes, _scales))
+    data, scales = [], []
+    for part in parts:
+        assert not isinstance(part, Tensor)
+        n, k = part.shape
+        step = max(1, _CODES_AT_A_TIME // k)
+        for first in range(0, n, step):
+            rows = part.rows(first, min(first + step, n))
+            data.append(_codes(rows, form))
+            scales.append(_scales(rows, form))
     return torch.cat(data), torch.cat(scales)
 
 
 def _form_of(parts: Parts) -> _Form | None:
     """Return the form that all parts of a weight have, or None."""
-    described = [part.described if isinstance(part, StoredRows) else part for part in parts]
-    forms = {None if isinstance(part, Tensor) else _form(part) for part in described}
+    k = parts[0].shape[1]
+    formats = {None if isinstance(part, Tensor) else part.format for part in parts}
+    forms = {None if one is None else _form(one, k) for one in formats}
     return forms.pop() if len(forms) == 1 else None
 
 
@@ -79,23 +86,22 @@ def _whole_groups(group: int, k: int) -> int:
     return common & -common
 
 
-def _form(weight: GroupedWeight) -> _Form | None:
-    """Return the form of a weight, or None."""
-    levels, k = weight.levels, weight.shape[1]
+def _form(stored: GroupedFormat, k: int) -> _Form | None:
+    """Return the form of rows of `k` inputs, or None."""
+    levels = stored.levels
     packed = levels.bits <= 4 and _are_int8(levels)
     if not packed and levels is not E4M3 and not _are_consecutive(levels):
         return None
-    minimums = weight.minimums is not None or _shift(levels) != 0
+    minimums = stored.minimums is not None or _shift(levels) != 0
     data = torch.float8_e4m3fn if levels is E4M3 else torch.uint8 if packed else torch.int8
-    if weight.group >= k and not packed and not minimums:
+    if stored.group >= k and not packed and not minimums:
         return _Form(None, data, None, torch.float32, False)
-    group = _whole_groups(min(weight.group, k), k)
-    if weight.group == FP8_BLOCK and not packed:
+    group = _whole_groups(min(stored.group, k), k)
+    if stored.group == FP8_BLOCK and not packed:
         group = FP8_BLOCK  # the last one may be shorter
     if group < _LEAST_GROUP:
         return None
-    stored = [scales for scales in (weight.scales, weight.minimums) if scales is not None]
-    dtypes = {torch.float32 if s.inner is not None else s.outer.dtype for s in stored}
+    dtypes = {torch.float32 if one.inner is not None else one.outer for one in stored.numbers}
     exact = len(dtypes) == 1 and dtypes <= _SCALES and not _shift(levels)
     scales = dtypes.pop() if exact else torch.float32
     return _Form(levels.values if packed else None, data, group, scales, minimums)
@@ -125,7 +131,7 @@ def _codes(weight: GroupedWeight, form: _Form) -> Tensor:
     """Return the stored numbers `[N, K]`, or 4-bit codes and their levels."""
     codes, levels = weight.codes.contiguous(), weight.levels
     if form.dtype == torch.uint8:
-        table = torch.zeros(LEVEL_BYTES, dtype=torch.uint8)
+        table = codes.new_zeros(LEVEL_BYTES)
         table[: len(levels.values)] = (levels.table() + 128).to(torch.uint8)
         pairs = codes[:, ::2] | codes[:, 1::2] << 4
         return torch.cat((pairs, table.expand(len(pairs), -1)), dim=1)

@@ -283,7 +283,7 @@ def decoded_tile(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def as_numbers(  # type: ignore[no-untyped-def]
-    tile, STORAGE: tl.constexpr, NATIVE_FP8: tl.constexpr, levels=(0, 0, 0, 0)
+    tile, STORAGE: tl.constexpr, NATIVE_FP8: tl.constexpr, levels=None
 ):
     """Stored weights in float32, without their scales: of words, all that they hold.
 
