@@ -193,8 +193,8 @@ def _bits(form: GroupedFormat) -> int:
 
 
 @cache
-def _order(part: Part) -> tuple[int, ...]:
-    """Return the units of a block, numbered as `_blocks` concatenates them."""
+def _order(part: Part) -> Tensor:
+    """Return the units of a block, int64, numbered as `_blocks` concatenates them."""
     assert part.format is not None
     groups, scales, bits = list(part.groups()), part.format.numbers, _bits(part.format)
     sizes = [
@@ -215,7 +215,7 @@ def _order(part: Part) -> tuple[int, ...]:
             if scale.inner is not None:
                 order.append(inner_at + g)
         order += range(codes_at + chunks.start * bits, codes_at + chunks.stop * bits)
-    return tuple(order)
+    return torch.tensor(order)
 
 
 def _blocks(weight: GroupedWeight) -> Tensor:
@@ -223,9 +223,8 @@ def _blocks(weight: GroupedWeight) -> Tensor:
     scales = (weight.scales, weight.minimums)
     units = [unit for scale in scales if scale is not None for unit in _scale_units(scale)]
     units.append(_code_units(weight.codes, _bits(weight.format)))
-    order = torch.tensor(_order(Part.of(weight)))
     together = torch.cat(units, dim=1).view(torch.int64)
-    return together.index_select(1, order).view(torch.uint8).flatten(1)
+    return together.index_select(1, _order(Part.of(weight))).view(torch.uint8).flatten(1)
 
 
 def _scale_units(scales: Scales) -> Iterator[Tensor]:
