@@ -53,9 +53,6 @@ from ..rigs.tiny_models import VARIANTS, Tiny
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BF16, F32, F16 = torch.bfloat16, torch.float32, torch.float16
-pytestmark = pytest.mark.skipif(
-    not (INTERPRETED or DEVICE.type == "cuda"), reason="needs a CUDA device or the interpreter"
-)
 TOLERANCE = {F32: 1e-5, F16: 4e-3, BF16: 3e-2}
 
 

@@ -21,7 +21,6 @@ from stepgraph.runtime.kernels.triton import kernel_calls
 from stepgraph.runtime.kernels.triton.backend import gpu_kernels
 from stepgraph.runtime.kernels.triton.decode_attention import triton_paged_attention
 from stepgraph.runtime.kernels.triton.experts import triton_experts
-from stepgraph.runtime.kernels.triton.kernel_calls import INTERPRETED
 from stepgraph.runtime.tools.compile_ahead import record_steps
 
 from ..loading.test_weight_formats import SIZES, save_as
@@ -33,12 +32,6 @@ from ..rigs.tiny_models import Tiny
 from ..speculation.test_speculation import run_mixed
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-pytestmark = [
-    pytest.mark.skipif(
-        not (INTERPRETED or torch.cuda.is_available()),
-        reason="needs a CUDA device or the interpreter",
-    ),
-]
 SLOW_VARIANTS = (  # each takes seconds of interpretation
     *("odd", "base", "gemma2", "gemma3", "mistral", "mixtral_one", "qwen3", "qwen3_yarn"),
     *("deepseek_v3", "phi3_longrope"),

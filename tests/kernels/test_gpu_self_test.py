@@ -21,15 +21,11 @@ from stepgraph.runtime.execution.sample_steps import SampleCase, SampleSteps, sa
 from stepgraph.runtime.execution.step_key import StepKey
 from stepgraph.runtime.kernels.triton.backend import gpu_kernels
 from stepgraph.runtime.kernels.triton.dependent import is_dependent_launch_enabled
-from stepgraph.runtime.kernels.triton.kernel_calls import INTERPRETED
 from stepgraph.runtime.kernels.triton.stack import Operations
 
 from ..rigs.fake_graphs import FakeCapturer, FakeGraphs
 from ..rigs.sharding_rig import tiny_config
 
-pytestmark = pytest.mark.skipif(
-    not (INTERPRETED or torch.cuda.is_available()), reason="needs a CUDA device or the interpreter"
-)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NATIVE = Operations()
 SETTINGS: dict[str, Any] = {
