@@ -92,7 +92,9 @@ TOKENS = ["16", "512", "2048"]
     [
         ("demo", ["--speculation", EAGLE3, "--structured-output"], ["1", "8"], ["64"]),
         *((f"preset:{name}", ["--weight-dtype", weights], ROWS, TOKENS)
-          for name in PRESETS for weights in ("auto", "int8", "fp8", "int4")),
+          for name in PRESETS for weights in ("auto", "int8", "fp8")),
+        *((f"preset:{name}", ["--weight-dtype", "int4"], ["1", "2", "4", "16"], ["512"])
+          for name in ("smollm2-135m", "llama-3.1-8b")),
     ],
     ids=str,
 )  # fmt: skip

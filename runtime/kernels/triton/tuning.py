@@ -1,7 +1,8 @@
 """Sizes of products: by default, and what they were tuned to on this machine's device.
 
 Products of up to four rows serve a decode step, where the time is spent on reading the weight once.
-With the default sizes no kernel of the presets spills registers (docs/gpu-predictions.md).
+With the default sizes no kernel of the presets spills registers (docs/gpu-predictions.md), but some
+over codes with small groups spill 8 to 32 bytes.
 
 Engines look tuned sizes up in a file, read once, and never tune: what is not in the file runs with
 `default_config`. The file is written by `python -m stepgraph.runtime.tools.tune`, next to the CPU
