@@ -41,6 +41,16 @@ CASES: list[dict[str, Any]] = [
     *({"chunks": DECODE, "block_size": size} for size in (1, 16, 256)),
     *({"chunks": VERIFY, "block_size": size, "padding": 10} for size in (4, 32)),
     *({"chunks": PREFILL, "heads": heads, "block_size": 4, "padding": 3} for heads in SHAPES),
+    *(
+        {"chunks": chunks, "heads": (4, 2, 16), "window": window, "block_size": size}
+        for window, size in ((1, 1), (5, 16), (16, 32), (40, 256), (128, 16), (129, 1), (1000, 32))
+        for chunks in (DECODE, PREFILL)
+    ),
+    *(
+        {"chunks": chunks, "heads": (4, 2, 64), "softcap": cap, "scale": 6.0}
+        for cap in (0.5, 30.0, 1e4)
+        for chunks in ([(300, 1)], [(20, 30), (5, 1)])
+    ),
     # Many queries share a latent head.
     *(
         {"chunks": chunks, "heads": heads, "latent": True, "value_dim": 8, "storage": storage}
@@ -53,18 +63,17 @@ CASES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("attention", BOTH)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_edges_match_float64(attention: Attention, case: dict[str, Any]) -> None:
-    check(make_case(**case), attention, 1e-5)
+    check(make_case(**case), attention, 5e-5 if "softcap" in case else 1e-5)
 
 
-@settings(max_examples=90, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     chunks=st.lists(st.tuples(st.integers(0, 269), st.integers(1, 49)), min_size=1, max_size=4),
     heads=st.tuples(st.integers(1, 5), st.integers(1, 3), st.integers(2, 69)),
-    block_size=st.integers(1, 39) | st.just(256),
+    block_size=st.integers(1, 39),
     padding=st.integers(0, 3),
-    window=st.just(0) | st.integers(1, 299) | st.sampled_from([1, 128, 129, 1000]),
-    softcap=st.sampled_from([0.0, 0.5, 1.5, 30.0, 1e4]),
-    scale=st.sampled_from([0.3, 6.0]),
+    window=st.just(0) | st.integers(1, 299),
+    softcap=st.sampled_from([0.0, 1.5]),
     storage=st.sampled_from(["model", "model", "int8", "fp8"]),
     latent=st.booleans(),
     chunk=st.just(0) | st.integers(1, 299),
@@ -78,7 +87,7 @@ def test_random_calls_agree(heads: tuple[int, int, int], dtype: torch.dtype, **f
         g, form["value_dim"] = 1, 1 + d // 2
     case = make_case(heads=(g * queries, g, d), dtype=dtype, **form)
     for attention in BOTH:
-        check(case, attention, TOLERANCES[dtype] * (5 if form["scale"] > 1 else 1))
+        check(case, attention, TOLERANCES[dtype])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

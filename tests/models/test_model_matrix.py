@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from stepgraph.runtime import Engine, StepgraphError
 from stepgraph.runtime.errors import StepPreparationError
 from stepgraph.runtime.kernels import have_compiler
@@ -51,6 +52,11 @@ NEW_TOKENS = 12
 GREEDY = greedy(NEW_TOKENS)
 LOGIT_ERROR = 1e-3
 """Most difference of two logits, in standard deviations of all of them."""
+
+
+@pytest.fixture(autouse=True)
+def without_bars() -> None:
+    transformers.utils.logging.disable_progress_bar()
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -109,6 +115,7 @@ def test_compiled_steps_have_the_tokens_of_eager_ones(model_type: str, tmp_path:
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
+    transformers.utils.logging.disable_progress_bar()
     scratch = tmp_path_factory.mktemp("models")
     return [row_of(model_type, scratch / model_type) for model_type in MODEL_TYPES]
 
