@@ -10,8 +10,6 @@ import pytest
 pytest.importorskip("triton")
 
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from stepgraph.runtime.kernels.ops.activation import Activate
 from stepgraph.runtime.kernels.ops.linear import LinearTensors
 from stepgraph.runtime.kernels.triton.linear import (
@@ -104,31 +102,20 @@ class Product:
         return reference_product(self.x_TK, self.linear, **self.traits | changes)
 
 
-@settings(max_examples=40, deadline=None)
-@given(data=st.data(), operation=st.sampled_from(sorted(OPERATIONS)), dtype=st.sampled_from(DTYPES))
-def test_any_product(data: st.DataObject, operation: str, dtype: torch.dtype) -> None:
-    """What is pending is added and kept."""
-    torch.manual_seed(0)
-    draw, flag = data.draw, st.booleans()
-    count = draw(st.sampled_from([1, 2, 3, 4, 5, 17, 32]))
-    traits: dict[str, Any] = {"bias": draw(flag)}
-    if operation == "residual_linear":
-        traits |= {"residual": draw(flag), "scale": draw(st.sampled_from([1.0, 0.22]))}
-    else:
-        traits |= {name: draw(flag) for name in ("pending", "normed", "offset")}
-    if operation == "gate_up":
-        traits["activate"] = draw(st.sampled_from([SILU, GELU]))
-    k = draw(st.sampled_from([OPERATIONS[operation][1], 37, 150, 256, 300]))
-    product = Product(
-        operation, count, dtype, k, draw(st.sampled_from(["model", *STORAGES])), **traits
-    )
-    config = draw(st.sampled_from([None, LinearConfig(32, 64), LinearConfig(8, 128)]))
-    out_TN, changes = product.run(config if count <= 4 else None), {}
-    if (pending := product.traits.get("pending")) is not None:
-        changes["pending"] = pending._replace(out=torch.empty_like(pending.out))
-    assert error(out_TN, product.reference(**changes)) < tolerance(dtype)
-    if pending is not None:
-        assert error(pending.out, changes["pending"].out) < tolerance(dtype)
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize(
+    "traits", [{"activate": GELU}, {"scale": 0.22}, {}], ids=["gelu", "scale", ""]
+)
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize(
+    ("count", "dtype"),
+    [*((n, dtype) for n in (3, 5) for dtype in DTYPES), *((n, HALF) for n in (1, 2, 4, 32))],
+)
+def test_odd_shapes(operation: str, count: int, dtype: torch.dtype, traits: dict[str, Any]) -> None:
+    if ("activate" in traits) != (operation == "gate_up"):
+        traits = {}
+    product = Product(operation, count, dtype, bias=True, residual=count != 3, **traits)
+    assert error(product.run(), product.reference()) < tolerance(dtype)
 
 
 @pytest.mark.parametrize("count", [1, 4])
@@ -139,6 +126,37 @@ def test_a_bounded_prefetch_changes_no_result(count: int) -> None:
     out_TN = product.run(replace(config, prefetch=5 * 64 * HALF.itemsize))
     assert torch.equal(out_TN, product.run(config))
     assert error(out_TN, product.reference()) < tolerance(HALF)
+
+
+@pytest.mark.sampled(13)
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("k", [37, 256, 300])
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize(
+    ("count", "config"),
+    [(1, LinearConfig(32, 64)), (2, LinearConfig(8, 128)), (5, None), (17, None)],
+)
+def test_weights_of_8_bits(
+    count: int, config: LinearConfig | None, operation: str, k: int, storage: str
+) -> None:
+    dtype = torch.float16 if operation == "residual_linear" else HALF
+    product = Product(operation, count, dtype, k, storage, bias=True)
+    assert error(product.run(config), product.reference()) < tolerance(dtype)
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("offset", [False, True])
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("operation", ["norm_linear", "gate_up"])
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_what_is_pending_is_added_and_kept(
+    count: int, operation: str, normed: bool, offset: bool
+) -> None:
+    product = Product(operation, count, k=150, pending=True, normed=normed, offset=offset)
+    out_TN, pending = product.run(), product.traits["pending"]
+    expected = pending._replace(out=torch.empty_like(pending.out))
+    assert error(out_TN, product.reference(pending=expected)) < tolerance(HALF)
+    torch.testing.assert_close(pending.out, expected.out)
 
 
 @pytest.mark.parametrize(("count", "offset"), [(1, True), (3, False), (17, True)])
