@@ -38,6 +38,17 @@ from ..rigs.gpu_references import DEVICE, error, poisoned, tolerance
 from ..rigs.stack_plans import routings
 
 TOP_2 = Routing(top_k=2)
+ROUTINGS = {
+    "softmax": Routing(top_k=3, normalised=True),
+    "all": Routing(top_k=6, scale=2.5),
+    "one": Routing(top_k=1, scores="sigmoid"),
+    "chosen": Routing(top_k=4, scores="softmax_chosen"),
+    "groups": Routing(top_k=2, groups=3, top_groups=2),
+    "sums": Routing(
+        top_k=3, scores="sigmoid", normalised=True, scale=1.7, groups=2, top_groups=1,
+        group_score="top_2_sum",
+    ),
+}  # fmt: skip
 
 
 def same_choice(
@@ -49,24 +60,35 @@ def same_choice(
     torch.testing.assert_close(found.weights, weights, rtol=1e-5, atol=1e-6)
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
-@given(data=st.data(), case=routings(), shared=st.integers(0, 2))
-def test_choices(data: st.DataObject, case: tuple[Routing, int, bool], shared: int) -> None:
-    """Ties go to the first expert, and experts exist whatever the logits are."""
-    routing, count, corrected = case
-    op = make_mixture(routing, routed=count, shared=shared, correction=corrected).op
-    values = st.sampled_from([-1.0, 0.0, 0.5, 2.0])
-    ties = data.draw(st.lists(values, min_size=count, max_size=count))
-    torch.manual_seed(count)
-    logits = 3 * torch.randn(5, count, device=DEVICE)
-    logits[0] = torch.tensor(ties)
-    bias = torch.randn(count, device=DEVICE) if corrected else None
-    same_choice(op, logits)
-    same_choice(op, logits, bias, torch.rand(5, device=DEVICE) < 0.5)
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("correction", [False, True])
+@pytest.mark.parametrize("shared", [0, 2])
+@pytest.mark.parametrize("routing", ROUTINGS.values(), ids=ROUTINGS)
+def test_choices(routing: Routing, shared: int, correction: bool) -> None:
+    op = make_mixture(routing, shared=shared, correction=correction).op
+    logits = 3 * torch.randn(9, 6, device=DEVICE)
+    bias = torch.randn(6, device=DEVICE) if correction else None
+    same_choice(op, logits, bias)
+    same_choice(op, logits, bias, torch.rand(9, device=DEVICE) < 0.5)
     same_choice(op, 100 + 100 * logits, bias)  # scores that are 0 and 1
-    logits[0], logits[1, 1], logits[2], logits[3] = torch.nan, torch.nan, torch.inf, -torch.inf
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data(), case=routings())
+def test_ties_go_to_the_first(data: st.DataObject, case: tuple[Routing, int, bool]) -> None:
+    routing, count, _ = case
+    values = st.sampled_from([-1.0, 0.0, 0.5, 2.0])
+    logits = data.draw(st.lists(values, min_size=count, max_size=count))
+    same_choice(make_mixture(routing, routed=count).op, torch.tensor([logits], device=DEVICE))
+
+
+@pytest.mark.parametrize("routing", ROUTINGS.values(), ids=ROUTINGS)
+def test_experts_exist_whatever_the_logits_are(routing: Routing) -> None:
+    op, nan, inf = make_mixture(routing).op, float("nan"), float("inf")
+    logits = torch.randn(4, 6, device=DEVICE)
+    logits[0], logits[1, 2], logits[2], logits[3] = nan, nan, inf, -inf
     experts = choose_experts(op, logits, None).experts
-    assert ((experts >= 0) & (experts < op.total)).all()
+    assert ((experts >= 0) & (experts < 6)).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
