@@ -104,7 +104,7 @@ def test_the_wheel_runs_the_benchmark(wheel: Path, tmp_path: Path) -> None:
     assert checked([stepgraph, "--version"], cwd=tmp_path) == f"stepgraph {version}\n"
     case = "--mode eager --batch-size 1 --input-len 8 --output-len 3 --num-warmup 0 --num-iters 1"
     table = checked([stepgraph, "bench", "--device", "cpu", *case.split()], cwd=tmp_path)
-    assert "- batch 1, input 8: " in table
+    assert "|     1 |     8 |" in table
 
 
 USER = """
