@@ -82,7 +82,7 @@ class GGUFFile:
                 raise self._error(f"the metadata has the key {bounded_repr(key, 80)} twice")
             self._metadata[key] = self._value(key, self._number(_U32))
         self.tensors = {tensor.name: tensor for tensor in self._tensors(tensors)}
-        """By name; `open_gguf` adds those of the other parts of a split file."""
+        """By name; `open_gguf` adds the tensors of the other parts of a split file."""
 
     @property
     def keys(self) -> frozenset[str]:

@@ -1,8 +1,8 @@
 """Builds the tokenizer of a GGUF file from its metadata.
 
 The metadata has the tokens with their kinds, merges or scores, and the name of a pre-tokenizer,
-whose rules are in the code of llama.cpp. They are those of the models' `tokenizer.json`. As in
-llama.cpp, texts are not normalised.
+whose rules are in the code of llama.cpp and equal the models' `tokenizer.json`. As in llama.cpp,
+texts are not normalised.
 """
 
 from __future__ import annotations

@@ -183,7 +183,7 @@ _ROPE_KEYS: dict[RopeType, tuple[str, ...]] = {
     "yarn": (_TRAINED_CONTEXT, "truncate", "beta_fast", "beta_slow", "mscale", "attention_factor"),
     "longrope": (_TRAINED_CONTEXT, "short_factor", "long_factor", "attention_factor"),
 }
-"""Keys of a rope by its type, besides those of all types."""
+"""Keys of a rope by its type, besides the keys that all types have."""
 
 _OPTIONAL = ("mscale_all_dim", *_ROPE_KEYS["yarn"], "attention_factor")
 

@@ -138,13 +138,3 @@ def checked_groups(g_idx_K: Tensor, groups: int) -> Tensor:
             f" scales of {groups}"
         )
     return g_idx_K.long()
-
-
-def of_blocks(scales: Tensor, n: int) -> Tensor:
-    """Return scales of blocks of rows, `[..., B, G]`, as those of `n` rows, `[..., n, G]`.
-
-    All blocks but the last one have the same number of rows, which is a multiple of 16 for several.
-    """
-    blocks = scales.shape[-2]
-    rows = n if blocks == 1 else next(r for r in (16, 32, 64, 128, 256, n) if -(-n // r) == blocks)
-    return scales.repeat_interleave(rows, -2)[..., :n, :]
