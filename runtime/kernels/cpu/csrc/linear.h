@@ -72,34 +72,47 @@ const char* block_of(const Weights& weights, int64_t block) {
   return weights.packed + block * weights.steps * tile_set<T>(weights.kind).step_lines * 64;
 }
 
-// Sums of the inputs of groups, which minimums multiply, of the rows that a thread asked for last.
-// An object must not outlive the contents of x.
+// Sums of the inputs of groups, which minimums multiply. A thread computes those of some rows once
+// for all blocks. An object must not outlive the contents of x.
 template <class T>
 class InputSums {
  public:
   // [rows][groups]
   const float* of(const T* x, int64_t x_stride, int64_t rows, int64_t steps, int64_t group_steps) {
-    if (x == x_ && rows == rows_ && group_steps == group_steps_) return sums().data();
+    for (int64_t i = 0; i < used_; ++i) {
+      const Rows& kept = all()[i];
+      if (kept.x == x && kept.rows == rows && kept.group_steps == group_steps) {
+        return kept.sums.data();
+      }
+    }
+    if (used_ == static_cast<int64_t>(all().size())) all().emplace_back();
+    Rows& own = all()[used_++];
     const int64_t groups = (steps + group_steps - 1) / group_steps;
-    sums().resize(std::max<size_t>(sums().size(), rows * groups));
+    own.x = x;
+    own.rows = rows;
+    own.group_steps = group_steps;
+    own.sums.resize(std::max<size_t>(own.sums.size(), rows * groups));
     for (int64_t m = 0; m < rows; ++m) {
       for (int64_t g = 0; g < groups; ++g) {
         const int64_t from = 2 * g * group_steps;
         const int64_t end = std::min(from + 2 * group_steps, 2 * steps);
-        sums()[m * groups + g] = sum(x + m * x_stride + from, end - from);
+        own.sums[m * groups + g] = sum(x + m * x_stride + from, end - from);
       }
     }
-    x_ = x;
-    rows_ = rows;
-    group_steps_ = group_steps;
-    return sums().data();
+    return own.sums.data();
   }
 
  private:
-  // Kept by the thread, since steps follow one another.
-  static std::vector<float>& sums() {
-    static thread_local std::vector<float> sums;
-    return sums;
+  struct Rows {
+    const void* x;
+    int64_t rows, group_steps;
+    std::vector<float> sums;
+  };
+
+  // Memory that the thread keeps, since steps follow one another.
+  static std::vector<Rows>& all() {
+    static thread_local std::vector<Rows> all;
+    return all;
   }
 
   // One copy of the code: a row has the same sums in any batch.
@@ -109,8 +122,7 @@ class InputSums {
     return lane_sum(lanes);
   }
 
-  const T* x_ = nullptr;
-  int64_t rows_ = 0, group_steps_ = 0;
+  int64_t used_ = 0;
 };
 
 // The 32 numbers of a block of columns; what lies behind the last column is 0.
