@@ -119,6 +119,10 @@ class EngineConfig:
             with a scale and a minimum for every 32 inputs, but `dtype` for embeddings and head
             (native families and kernels); `auto` keeps the bits of a quantised checkpoint, and is
             `dtype` for another one.
+        activation_dtype: `int8` rounds the inputs of products over the codes of weights, with a
+            scale for each group of the weight, which is faster and costs accuracy; on CPUs with
+            AVX512-VNNI, for quantised checkpoints and `weight_dtype="int4"`. Levels that are not
+            consecutive integers (fp4, e4m3, IQ4) are multiplied in `dtype`, as all are with `auto`.
         kv_dtype: dtype of the cache: `int8` or `fp8` (e4m3), with a scale for each token and head;
             `auto` is `dtype`.
         model_impl: where the layers of the model come from. `native`: a model family of this
@@ -211,6 +215,7 @@ class EngineConfig:
     device: str = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     weight_dtype: Literal["auto", "int8", "fp8", "int4"] = "auto"
+    activation_dtype: Literal["auto", "int8"] = "auto"
     kv_dtype: Literal["auto", "int8", "fp8"] = "auto"
     model_impl: Literal["auto", "native", "transformers"] = "auto"
     kernels: Literal["auto", "native", "torch"] = "auto"

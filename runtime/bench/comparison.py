@@ -23,7 +23,7 @@ MIN_REPETITIONS = 5
 """Of both runs: bounds from fewer hold with less than 88 %."""
 _TEXT = ("model", "dtype", "weight_dtype", "kv_dtype", "mode", "kernels", "model_impl", "device")
 _SIZES = ("batch_size", "input_len", "output_len")
-_HIDDEN_IF_EQUAL = ("tensor_parallel", "prefill_chunk", "neighbours")
+_HIDDEN_IF_EQUAL = ("activation_dtype", "tensor_parallel", "prefill_chunk", "neighbours")
 KEYS = (*_TEXT, *_SIZES, *_HIDDEN_IF_EQUAL)
 """Fields that two cases must share to be compared."""
 _HEADS = {"weight_dtype": "weights", "kv_dtype": "KV", "tensor_parallel": "ranks"}

@@ -35,7 +35,7 @@ REPORTED_ERRORS = (
 )
 """Errors that a command prints as one line; any other is a defect and keeps its traceback."""
 MODES = ("eager", "compile", "graph")
-MODEL_FLAGS = ("model", "device", "dtype", "weight-dtype", "kv-dtype")
+MODEL_FLAGS = ("model", "device", "dtype", "weight-dtype", "activation-dtype", "kv-dtype")
 
 _DESCRIPTION = """\
 Measure how fast a model decodes on this machine, and how far that is from its memory bandwidth.
@@ -138,6 +138,7 @@ FLAGS: dict[str, dict[str, Flag]] = {
         "device": _field("device", many=False),
         "dtype": _field("dtype"),
         "weight-dtype": _field("weight_dtype"),
+        "activation-dtype": _field("activation_dtype"),
         "kv-dtype": _field("kv_dtype"),
         "mode": _field(
             "mode", None, "the fastest of the device", settings=_LIST | {"choices": MODES}
@@ -303,7 +304,7 @@ def engine_configs(
     """
     points = list(itertools.product(modes, options.kernels, options.model_impl, ranks or [1]))
     of_point = ("mode", "kernels", "model_impl", "tensor_parallel")
-    of_model = ("dtype", "weight_dtype", "kv_dtype")
+    of_model = ("dtype", "weight_dtype", "activation_dtype", "kv_dtype")
     for model, *stored in itertools.product(options.model, *(vars(options)[n] for n in of_model)):
         shared |= zip(of_model, stored, strict=True)
         yield model, [EngineConfig(**dict(zip(of_point, p, strict=True)), **shared) for p in points]

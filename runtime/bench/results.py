@@ -96,6 +96,7 @@ def describe_engine(engine: Engine, model: str) -> dict[str, Any]:
         "model": model,
         "dtype": dtype,
         "weight_dtype": dtype if config.weights == MODEL else config.weights.name,
+        "activation_dtype": config.user.activation_dtype,
         "kv_dtype": dtype if config.storage == "model" else config.storage,
         "mode": config.mode,
         "kernels": config.kernels,

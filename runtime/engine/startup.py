@@ -55,6 +55,7 @@ from ..kernels import (
     select_kernels,
 )
 from ..kernels.result_check import Fallback, brief, warn
+from ..kernels.support import int8_input_kernels
 from ..kernels.weights import INT8, MODEL
 from ..loading.drafter_loading import find_drafter, load_drafter
 from ..loading.loader import OpenedSource, Source, open_source, resolve_source
@@ -602,6 +603,8 @@ def start_parts(
         with log("kernels"):
             kernels = checked_kernels(found.config, resolved, group)
         kernels = opened.kept_codes(kernels, resolved.dtype)
+        if config.activation_dtype == "int8":
+            kernels = int8_input_kernels(kernels)
         # Kernels hold some of it.
         memory = DeviceMemory.of(resolved.device).of_rank(ranks)
         plan_with = partial(planned, kernels)

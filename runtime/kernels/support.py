@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import replace
+from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from ..errors import ConfigError
 from .choice import Kernels
 from .ops.layer_plan import ModelPlan
 from .ops.linear import can_pack
+from .ops.packed_parts import int8_inputs, pack_parts_into
 from .ops.stack import stack_obstacle
 from .triton.fusion import fusion_obstacle
 from .weights import FP8, WeightStorage, quantise_int4
@@ -95,3 +97,20 @@ def int4_kernels(kernels: Kernels, plan: ModelPlan, dtype: torch.dtype) -> Kerne
             field="weight_dtype",
         )
     return replace(kernels, codes=codes)
+
+
+def int8_input_kernels(kernels: Kernels) -> Kernels:
+    """Return the kernels with products over codes whose inputs are rounded to int8.
+
+    Raises:
+        ConfigError: the device has no such products, or the model has no weights in codes.
+    """
+    if kernels.pack_parts is None or not int8_inputs():
+        why = "needs the native kernels of a CPU with AVX512-VNNI"
+    elif not kernels.codes:
+        why = "needs weights in codes: a quantised checkpoint, or weight_dtype='int4'"
+    else:
+        return replace(kernels, pack_parts=partial(pack_parts_into, int8_inputs=True))
+    raise ConfigError(
+        f"activation_dtype='int8' {why}; use activation_dtype='auto'", field="activation_dtype"
+    )

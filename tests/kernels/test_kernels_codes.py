@@ -22,6 +22,7 @@ from stepgraph.runtime.kernels.ops.linear import Projection, packed_bytes, packe
 from stepgraph.runtime.kernels.ops.packed_parts import (
     Part,
     can_pack_parts,
+    int8_inputs,
     pack_parts,
     packed_parts_bytes,
 )
@@ -130,10 +131,14 @@ class Layer(NamedTuple):
         return packed_linear(x, self.packed, bias, len(self.exact), self.scales)
 
 
+INT8_INPUTS = " with int8 inputs"
+
+
 def make_layer(storage: str, n: int, k: int, dtype: torch.dtype) -> Layer:
-    if storage in FORMATS:
-        weight = random_weight(FORMATS[storage], n, k)
-        packed = pack_parts([weight], dtype)
+    name = storage.removesuffix(INT8_INPUTS)
+    if name in FORMATS:
+        weight = random_weight(FORMATS[name], n, k)
+        packed = pack_parts([weight], dtype, int8_inputs=name != storage)
         assert packed.nbytes == packed_parts_bytes([Part.of(weight)], dtype)
         return Layer(packed, numbers(weight))
     data, scales = torch.randn(n, k).to(dtype), None
@@ -154,6 +159,33 @@ def test_product_matches_float64(storage: str, n: int, k: int, dtype: torch.dtyp
         x = torch.randn(t, k).to(dtype)
         assert_is_product(layer(x), x, layer.exact)
         assert_is_product(layer(x, bias), x, layer.exact, bias)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", [name for name in FORMATS if name not in ("mxfp4", "nvfp4")])
+def test_inputs_of_each_group_are_rounded_to_int8(
+    cpu_ops: None, name: str, dtype: torch.dtype
+) -> None:
+    """Of codes that are consecutive integers; others are multiplied as they are."""
+    if not int8_inputs():
+        pytest.skip("needs AVX512-VNNI")
+    form = FORMATS[name]
+    for n, k in SHAPES:
+        layer = make_layer(name + INT8_INPUTS, n, k, dtype)
+        group = min(form.group, -(-k // 8) * 8)
+        for t in (1, 2, 5, 13, 100):
+            # Numbers that int8 represents, times a scale for each group
+            whole = torch.randint(-127, 128, (t, -(-k // group), group))
+            whole[..., 0] = 127
+            x = (whole * 2.0 ** torch.randint(-3, 3, whole.shape[:2])[..., None]).flatten(1)[:, :k]
+            assert_is_product(layer(x.to(dtype)), x, layer.exact)
+            x = torch.randn(t, k).to(dtype)
+            error = (layer(x).double() - x.double() @ layer.exact.T).abs()
+            half_step = x.double().abs().amax(1, keepdim=True) / 127 / 2
+            size = x.double().abs() @ layer.exact.abs().T
+            assert (error <= half_step * layer.exact.abs().sum(1) + size * 2**-8).all()
+            if dtype == FLOAT and t == 100 and form.levels is not E4M3:
+                assert (error > size * 1e-5).any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -182,10 +214,13 @@ def test_rows_of_packed_numbers_are_the_weight(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("storage", ["model", "int8", "q4_k", "q5_1", "q6_k", "q8_0", "fp8_rows"])
+@pytest.mark.parametrize(
+    "storage",
+    ["model", "int8", "q4_k", "q5_1", "q6_k", "q8_0", "fp8_rows", f"q4_k{INT8_INPUTS}"],
+)
 def test_a_row_does_not_see_its_batch(storage: str, dtype: torch.dtype) -> None:
     """Nor what lies between rows of a wider tensor."""
-    for n, k in ((100, 1056), (33, 65)) if storage not in FORMATS else ((100, 1056),):
+    for n, k in ((100, 1056), (33, 65)) if storage in ("model", "int8") else ((100, 1056),):
         layer, bias = make_layer(storage, n, k, dtype), torch.randn(n).to(dtype)
         x = torch.randn(150, k).to(dtype)
         out = layer(x, bias)

@@ -13,6 +13,7 @@ from stepgraph.runtime.errors import CheckpointError, ConfigError
 from stepgraph.runtime.kernels import (
     have_compiler,
 )
+from stepgraph.runtime.kernels.ops.packed_parts import int8_inputs
 from stepgraph.runtime.kernels.weights import STORAGES, dequantise, quantise_int4
 from transformers import AutoModelForCausalLM
 
@@ -126,5 +127,20 @@ def test_an_engine_in_int4_has_the_logits_of_its_levels(tiny: Tiny, variant: str
     settings: Any = {"weight_dtype": "int4", "kernels": "native"}
     with opened(model.directory, **settings) as engine:
         torch.testing.assert_close(engine.score(token_ids, 10), expected, rtol=0, atol=1e-3)
+        rounds = int8_inputs()
     with pytest.raises(ConfigError), opened(model.directory, weight_dtype="int4", kernels="torch"):
         pass
+    if not rounds:
+        return
+    with opened(model.directory, **settings, activation_dtype="int8") as engine:
+        logits = engine.score(token_ids, 10)
+    assert 1e-3 < (logits - expected).norm() / expected.norm() < 0.05
+
+
+@pytest.mark.parametrize("settings", [{}, {"weight_dtype": "int8"}, {"kernels": "torch"}])
+def test_int8_activations_need_native_products_over_codes(
+    tiny: Tiny, settings: dict[str, Any]
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        opened(tiny("base").directory, **settings, activation_dtype="int8").__enter__()
+    assert error.value.field == "activation_dtype"

@@ -34,12 +34,21 @@ _UNIT = 32
 """Bytes."""
 _CHUNK = 8
 _LINE = 64
-_MAGIC, _HEADER, _PART = 0x317374726170, 6 * 8, 12 * 8
+_MAGIC, _HEADER, _PART = 0x327374726170, 6 * 8, 15 * 8
 _LEVELS = 256
 _OUTER = {torch.float16: 1, torch.bfloat16: 2, torch.float32: 3}
 _INNER = {None: 0, torch.int8: 1, torch.uint8: 2, torch.float8_e4m3fn: 3}
 _CODES_AT_A_TIME = 1 << 20
 """Codes packed at once, which bounds temporary memory and stays in a cache."""
+
+
+torch.library.define("stepgraph::int8_inputs", "() -> bool")
+
+
+def int8_inputs() -> bool:
+    """Whether the operators, which must be loaded, multiply codes by inputs in int8."""
+    supported: bool = torch.ops.stepgraph.int8_inputs.default()
+    return supported
 
 
 class Part(NamedTuple):
@@ -113,15 +122,20 @@ def parts_bytes(parts: Parts, dtype: torch.dtype) -> int | None:
     return packed_parts_bytes(described, dtype) if can_pack_parts(described, dtype) else None
 
 
-def pack_parts(parts: Parts, dtype: torch.dtype) -> Tensor:
+def pack_parts(parts: Parts, dtype: torch.dtype, *, int8_inputs: bool = False) -> Tensor:
     """Return what `pack_parts_into` packs, uint8 `[bytes]`."""
     packed = torch.empty(parts_bytes(parts, dtype) or 0, dtype=torch.uint8)
-    pack_parts_into(parts, dtype, packed)
+    pack_parts_into(parts, dtype, packed, int8_inputs=int8_inputs)
     return packed
 
 
-def pack_parts_into(parts: Parts, dtype: torch.dtype, packed: Tensor) -> None:
+def pack_parts_into(
+    parts: Parts, dtype: torch.dtype, packed: Tensor, *, int8_inputs: bool = False
+) -> None:
     """Pack weights `[N, K]`, the rows of one weight, for a model in `dtype`, to uint8 `[bytes]`.
+
+    With `int8_inputs` the operators round the inputs of each group to int8, with a scale, where
+    codes are consecutive integers and the processor has AVX512-VNNI.
 
     Rows are read and packed a piece at a time. Packed weights of equal formats may be concatenated
     where an operator takes several matrices. Raises ValueError where `can_pack_parts` is False.
@@ -130,7 +144,7 @@ def pack_parts_into(parts: Parts, dtype: torch.dtype, packed: Tensor) -> None:
     if not can_pack_parts(described, dtype):
         raise ValueError(f"parts {described} cannot be packed for {dtype}: decode them")
     packed[: _header_bytes(described)] = 0
-    _write_header(described, dtype, packed)
+    _write_header(described, dtype, packed, int8_inputs)
     at = _header_bytes(described)
     for part, shape in zip(parts, described, strict=True):
         blocks = packed[at : at + shape.blocks * shape.block_bytes(dtype)].view(shape.blocks, -1)
@@ -158,7 +172,9 @@ def _header_bytes(parts: Sequence[Part]) -> int:
     return _levels_at(parts) + len(parts) * _LEVELS * 2
 
 
-def _write_header(parts: Sequence[Part], dtype: torch.dtype, packed: Tensor) -> None:
+def _write_header(
+    parts: Sequence[Part], dtype: torch.dtype, packed: Tensor, int8_inputs: bool
+) -> None:
     begins = accumulate(
         (part.blocks * part.block_bytes(dtype) for part in parts), initial=_header_bytes(parts)
     )
@@ -167,7 +183,9 @@ def _write_header(parts: Sequence[Part], dtype: torch.dtype, packed: Tensor) -> 
     first = 0
     for i, (part, begin) in enumerate(zip(parts, begins, strict=False)):
         levels_at = _levels_at(parts) + i * _LEVELS * 2
+        lowest = _lowest_integer(part) if int8_inputs else None
         numbers += [first, begin, part.block_bytes(dtype), *_description(part), levels_at]
+        numbers += [0, 0, 0] if lowest is None else [1, *lowest]
         first += part.blocks
         if part.format is not None:
             table = part.format.levels.table().bfloat16()
@@ -186,6 +204,19 @@ def _description(part: Part) -> list[int]:
     for scale in form.numbers:
         types += [_OUTER[scale.outer], _INNER[scale.inner], scale.run]
     return types + [0] * (8 - len(types))
+
+
+def _lowest_integer(part: Part) -> tuple[int, int] | None:
+    """Return the level of code 0 and 0, of code 128 and 128 if codes are signed, or None if levels
+    are not consecutive integers within int8's or uint8's range."""
+    if (form := part.format) is None:
+        return None
+    levels = form.levels.values
+    for first in (0, 128)[: 1 + (len(levels) == 256)]:
+        lowest = levels[first]
+        if all(level == lowest + (i ^ first) for i, level in enumerate(levels)):
+            return int(lowest), first
+    return None
 
 
 def _bits(form: GroupedFormat) -> int:

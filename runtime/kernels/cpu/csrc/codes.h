@@ -11,7 +11,8 @@
 //   8 bits        bytes [step][4][half][4 columns][2 inputs]
 //
 // A code stands for one of up to 256 levels, all exact in bf16: a step becomes words as of any
-// other weight, once for all rows of a tile.
+// other weight, once for all rows of a tile. Codes of consecutive integers can be multiplied by
+// inputs in int8, 4 bytes of a column at a time.
 #pragma once
 
 #include "kernels.h"
@@ -26,6 +27,11 @@
 #define STEPGRAPH_AVX512_VBMI 1
 #else
 #define STEPGRAPH_AVX512_VBMI 0
+#endif
+#if STEPGRAPH_AVX512_BW && defined(__AVX512VNNI__)
+#define STEPGRAPH_AVX512_VNNI 1
+#else
+#define STEPGRAPH_AVX512_VNNI 0
 #endif
 
 namespace stepgraph {
@@ -46,11 +52,14 @@ struct PackedPart {
   int64_t group_steps;                      // a multiple of kChunkSteps
   ScaleLayout scales, minimums;             // minimums of type kNone: all 0
   int64_t levels;                           // bytes from the header on to bf16 [256]
+  int64_t int8_inputs;  // 1: inputs are rounded to int8, and a code is `lowest` plus
+  int64_t lowest;       // (code ^ `flipped`)
+  int64_t flipped;
 };
 
 // What a packed weight begins with.
 struct PackedHeader {
-  static constexpr int64_t kMagic = 0x317374726170;
+  static constexpr int64_t kMagic = 0x327374726170;
   int64_t magic, columns, inputs, element_bytes;  // element_bytes: of the model's type
   int64_t bytes, count;                           // bytes: of the whole; count: of parts
   PackedPart parts[];
@@ -240,6 +249,69 @@ class VbmiCodeWords {
  private:
   __m512i table_[8];
   const char* chunk_;
+};
+#endif
+
+#if STEPGRAPH_AVX512_VNNI
+// Codes become bytes, of which a vector has 4 inputs of 16 columns. `expand` gives two vectors of
+// inputs 0, 4, 1 and 5 of the chunk that was loaded last (0), or of inputs 2, 6, 3 and 7 (1).
+template <int Bits>
+class CodeBytes {
+ public:
+  explicit CodeBytes(int64_t flipped) : flipped_(_mm512_set1_epi8(static_cast<char>(flipped))) {}
+
+  STEPGRAPH_INLINE void load(const char* chunk) {
+    for (int i = 0; i < (Bits == 8 ? kChunkSteps : 2); ++i) {
+      codes_[i] = _mm512_loadu_si512(chunk + 64 * i);
+      if constexpr (Bits == 8) codes_[i] = _mm512_xor_si512(codes_[i], flipped_);
+    }
+    // Each byte of the upper bits twice.
+    if constexpr (Bits == 5) {
+      const __m512i bytes = _mm512_cvtepu8_epi16(
+          _mm256_loadu_si256(reinterpret_cast<const __m256i*>(chunk + 128)));
+      high_[0] = high_[1] = _mm512_or_si512(bytes, _mm512_slli_epi16(bytes, 8));
+    }
+    if constexpr (Bits == 6) {
+      const __m512i pairs = _mm512_loadu_si512(chunk + 128);
+      high_[0] = choose(_mm512_set1_epi16(0xff), pairs, _mm512_slli_epi16(pairs, 8));
+      high_[1] = choose(_mm512_set1_epi16(0xff), _mm512_srli_epi16(pairs, 8), pairs);
+    }
+  }
+
+  STEPGRAPH_INLINE void expand(int odd, __m512i& first, __m512i& second) const {
+    if constexpr (Bits == 8) {
+      first = _mm512_unpacklo_epi8(codes_[odd], codes_[odd + 2]);
+      second = _mm512_unpackhi_epi8(codes_[odd], codes_[odd + 2]);
+    } else {
+      first = bytes(odd, 0);
+      second = bytes(odd, 1);
+    }
+  }
+
+ private:
+  STEPGRAPH_INLINE static __m512i choose(__m512i mask, __m512i ones, __m512i zeros) {
+    return _mm512_ternarylogic_epi64(mask, ones, zeros, 0xca);
+  }
+
+  STEPGRAPH_INLINE __m512i bytes(int odd, int half) const {
+    const __m512i low = _mm512_and_si512(_mm512_srli_epi16(codes_[half], 4 * odd),
+                                         _mm512_set1_epi8(15));
+    if constexpr (Bits == 5) {
+      const int bit = 1 << 4 * half + odd;
+      const __mmask64 high = _mm512_test_epi8_mask(
+          high_[half], _mm512_set1_epi16(static_cast<int16_t>(bit | bit << 10)));
+      return _mm512_mask_add_epi8(low, high, low, _mm512_set1_epi8(16));
+    }
+    if constexpr (Bits == 6) {  // of two steps, in the lower and the upper bytes
+      const __m512i high =
+          choose(_mm512_set1_epi16(0xff), _mm512_slli_epi16(high_[half], odd ? 2 : 4),
+                 _mm512_srli_epi16(high_[half], odd ? 2 : 0));
+      return choose(_mm512_set1_epi8(48), high, low);
+    }
+    return low;
+  }
+
+  __m512i flipped_, codes_[kChunkSteps], high_[2];
 };
 #endif
 

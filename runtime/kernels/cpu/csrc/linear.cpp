@@ -99,7 +99,7 @@ void run_codes(const LinearTile& tile) {
           for (int half = 0; half < 2; ++half) {
             float* place = tile.sums + m * kBlock + 16 * half;
             F32x16 total = load<F32x16>(place) + sum[m][half] * scale[half];
-            if (with_minimum) total -= minimum[half] * tile.input_sums[m * tile.groups + group];
+            if (with_minimum) total -= minimum[half] * tile.input_sums[group * tile.rows + m];
             store(place, total);
           }
         }
@@ -109,6 +109,67 @@ void run_codes(const LinearTile& tile) {
     }
   }
 }
+
+#if STEPGRAPH_AVX512_VNNI
+// The same with inputs in int8, whose sums of a group are integers: four products an instruction.
+template <int Bits, int M>
+void run_int8_inputs(const LinearTile& tile) {
+  const int8_t* x = static_cast<const int8_t*>(tile.x);
+  const char *w = tile.w, *ahead = tile.prefetch;
+  const int64_t x_stride = tile.x_stride, steps = tile.steps, rows = tile.rows;
+  const int64_t group_steps = tile.part->group_steps;
+  const float lowest = static_cast<float>(tile.part->lowest);
+  const float *input_scales = tile.input_scales, *input_sums = tile.input_sums;
+  float* totals = tile.sums;
+  CodeBytes<Bits> bytes(tile.part->flipped);
+  ScaleReader scales(tile.part->scales), minimums(tile.part->minimums);
+  std::fill_n(totals, M * kBlock, 0.0f);
+  for (int64_t step = 0; step < steps; input_scales += rows, input_sums += rows) {
+    F32x16 scale[2], minimum[2] = {};
+    scales.next(w, scale);
+    if (!minimums.none()) minimums.next(w, minimum);
+    I32x16 sum[M][2] = {};
+    const int64_t end = std::min(step + group_steps, steps);
+    for (; step < end; step += kChunkSteps, w += kChunkBytes<Bits>) {
+      bytes.load(w);
+      const char* until = tile.prefetch + (w - tile.w) + kChunkBytes<Bits>;
+      for (; ahead < until; ahead += 64) __builtin_prefetch(ahead, 0, 2);
+#pragma GCC unroll 2
+      for (int odd = 0; odd < 2; ++odd) {
+        __m512i first, second;
+        bytes.expand(odd, first, second);
+#pragma GCC unroll 12
+        for (int m = 0; m < M; ++m) {
+          int32_t word;
+          std::memcpy(&word, x + m * x_stride + 2 * step + 4 * odd, sizeof(word));
+          const __m512i words = _mm512_set1_epi32(word);
+          sum[m][0] = (I32x16)_mm512_dpbusd_epi32((__m512i)sum[m][0], first, words);
+          sum[m][1] = (I32x16)_mm512_dpbusd_epi32((__m512i)sum[m][1], second, words);
+        }
+      }
+    }
+    for (int half = 0; half < 2; ++half) minimum[half] -= lowest * scale[half];
+#pragma GCC unroll 12
+    for (int m = 0; m < M; ++m) {
+      for (int half = 0; half < 2; ++half) {
+        float* place = totals + m * kBlock + 16 * half;
+        const F32x16 number = (F32x16)_mm512_cvtepi32_ps((__m512i)sum[m][half]);
+        const F32x16 total = load<F32x16>(place) + number * (scale[half] * input_scales[m]);
+        store(place, total - minimum[half] * input_sums[m]);
+      }
+    }
+  }
+}
+
+template <int Bits, size_t... Index>
+constexpr TileSet make_int8_input_tile_set(std::index_sequence<Index...>) {
+  return {{{run_int8_inputs<Bits, Index + 1>...}, {run_int8_inputs<Bits, Index + 1>...}}, 1, 0};
+}
+
+template <int Bits>
+constexpr TileSet kInt8InputTileSet =
+    make_int8_input_tile_set<Bits>(std::make_index_sequence<kTileRows>());
+#endif
 
 template <class T, int Bits, size_t... Index>
 constexpr TileSet make_code_tile_set(std::index_sequence<Index...>) {
@@ -153,6 +214,12 @@ template <class T>
 const TileSet& code_tile_set(int64_t bits) {
   return for_bits(bits, [](auto kept) -> const TileSet& { return kCodeTileSet<T, kept()>; });
 }
+
+#if STEPGRAPH_AVX512_VNNI
+const TileSet& int8_input_tile_set(int64_t bits) {
+  return for_bits(bits, [](auto kept) -> const TileSet& { return kInt8InputTileSet<kept()>; });
+}
+#endif
 
 namespace {
 

@@ -38,8 +38,9 @@ struct LinearTile {
   // Of codes:
   const PackedPart* part;
   const uint16_t* levels;
-  const float* input_sums;  // [rows][groups] of x, if the part has minimums
-  int64_t groups;
+  int64_t rows;
+  const float* input_sums;    // [groups][rows] of x, if the part has minimums or x is int8
+  const float* input_scales;  // [groups][rows] if x is int8, its rows `x_stride` bytes apart
 };
 
 // The tiles of a kind of weight for one type of x: `run[lines][rows - 1]`.
@@ -56,6 +57,7 @@ const TileSet& tile_set(WeightKind kind);
 // Of codes. A step of theirs is a chunk, whose number of cache lines is their own affair.
 template <class T>
 const TileSet& code_tile_set(int64_t bits);
+const TileSet& int8_input_tile_set(int64_t bits);
 
 template <class T>
 int64_t bytes_of(const Weights& weights) {
@@ -72,43 +74,65 @@ const char* block_of(const Weights& weights, int64_t block) {
   return weights.packed + block * weights.steps * tile_set<T>(weights.kind).step_lines * 64;
 }
 
-// Sums of the inputs of groups, which minimums multiply. A thread computes those of some rows once
-// for all blocks. An object must not outlive the contents of x.
+// Inputs as products over codes take them. A thread prepares some rows once for all blocks. An object
+// must not outlive the contents of x.
 template <class T>
-class InputSums {
+class GroupedInputs {
  public:
-  // [rows][groups]
-  const float* of(const T* x, int64_t x_stride, int64_t rows, int64_t steps, int64_t group_steps) {
+  struct Rows {
+    const void* x;
+    int64_t rows, group_steps;
+    bool int8;
+    int64_t stride;                   // of `data`
+    std::vector<float> sums, scales;  // [groups][rows]
+    std::vector<int8_t> data;  // [rows][stride], 8 inputs in the order of `CodeBytes`
+  };
+
+  // With `int8` inputs are rounded to it, with a scale for each group, and sums are of what that
+  // makes of them.
+  const Rows& of(const T* x, int64_t x_stride, int64_t rows, int64_t steps, int64_t group_steps,
+                 bool int8) {
     for (int64_t i = 0; i < used_; ++i) {
       const Rows& kept = all()[i];
-      if (kept.x == x && kept.rows == rows && kept.group_steps == group_steps) {
-        return kept.sums.data();
+      if (kept.x == x && kept.rows == rows && kept.group_steps == group_steps &&
+          kept.int8 == int8) {
+        return kept;
       }
     }
     if (used_ == static_cast<int64_t>(all().size())) all().emplace_back();
     Rows& own = all()[used_++];
-    const int64_t groups = (steps + group_steps - 1) / group_steps;
     own.x = x;
     own.rows = rows;
     own.group_steps = group_steps;
-    own.sums.resize(std::max<size_t>(own.sums.size(), rows * groups));
+    own.int8 = int8;
+    const int64_t groups = (steps + group_steps - 1) / group_steps;
+    own.stride = (2 * steps + 63) / 64 * 64 + 64;  // a cache line more, see `padded`
+    const auto reserve = [](auto& numbers, int64_t size) {
+      numbers.resize(std::max<size_t>(numbers.size(), size));
+    };
+    reserve(own.sums, rows * groups);
+    if (int8) {
+      reserve(own.scales, rows * groups);
+      reserve(own.data, rows * own.stride);
+    }
     for (int64_t m = 0; m < rows; ++m) {
       for (int64_t g = 0; g < groups; ++g) {
-        const int64_t from = 2 * g * group_steps;
-        const int64_t end = std::min(from + 2 * group_steps, 2 * steps);
-        own.sums[m * groups + g] = sum(x + m * x_stride + from, end - from);
+        const int64_t from = 2 * g * group_steps, at = g * rows + m;
+        const int64_t size = std::min(2 * group_steps, 2 * steps - from);
+        const T* group = x + m * x_stride + from;
+        if (!int8) {
+          own.sums[at] = sum(group, size);
+          continue;
+        }
+        int8_t* data = &own.data[m * own.stride + from];
+        own.scales[at] = round_to_int8(group, size, data, own.sums[at]);
       }
+      if (int8) reorder(&own.data[m * own.stride], 2 * steps);
     }
-    return own.sums.data();
+    return own;
   }
 
  private:
-  struct Rows {
-    const void* x;
-    int64_t rows, group_steps;
-    std::vector<float> sums;
-  };
-
   // Memory that the thread keeps, since steps follow one another.
   static std::vector<Rows>& all() {
     static thread_local std::vector<Rows> all;
@@ -120,6 +144,37 @@ class InputSums {
     F32x16 lanes = {};
     for (int64_t i = 0; i < size; i += 16) lanes += floats_of(x, i, size);
     return lane_sum(lanes);
+  }
+
+  // Returns the scale, NaN unless all are finite. Behind `size` numbers, up to 15 are overwritten.
+  __attribute__((noinline)) static float round_to_int8(const T* x, int64_t size, int8_t* data,
+                                                       float& sum) {
+    F32x16 largest = {}, zero = {};
+    for (int64_t i = 0; i < size; i += 16) {
+      const F32x16 value = floats_of(x, i, size), magnitude = value < 0.0f ? -value : value;
+      largest = magnitude > largest ? magnitude : largest;
+      zero += value * 0.0f;
+    }
+    const float limit = lane_max(largest), factor = limit > 0.0f ? Int8::kLargest / limit : 0.0f;
+    I32x16 total = {};
+    for (int64_t i = 0; i < size; i += 16) {
+      const U32x16 number = Int8::encode(floats_of(x, i, size) * factor);
+      store(data + i, __builtin_convertvector(number, U8x16));
+      total += bits<I32x16>(number);
+    }
+    const float scale = limit / Int8::kLargest + lane_sum(zero);
+    sum = scale * lane_sum(__builtin_convertvector(total, F32x16));
+    return scale;
+  }
+
+  static void reorder(int8_t* row, int64_t size) {
+    std::fill_n(row + size, -size & 63, 0);
+    for (int64_t i = 0; i < size; i += 64) {
+#if STEPGRAPH_AVX512_VNNI
+      const __m512i order = _mm512_set4_epi32(0x0f0b0e0a, 0x0d090c08, 0x07030602, 0x05010400);
+      store(row + i, _mm512_shuffle_epi8(_mm512_loadu_si512(row + i), order));
+#endif
+    }
   }
 
   int64_t used_ = 0;
@@ -138,21 +193,25 @@ inline void load_columns(const T* of_block, int64_t columns, F32x16 (&vectors)[2
 // `next` afterwards (null: unknown).
 template <class T>
 inline void run_block(const Weights& weights, int64_t block, const T* x, int64_t x_stride,
-                      int64_t rows, const char* next, InputSums<T>& input_sums, float* sums) {
+                      int64_t rows, const char* next, GroupedInputs<T>& inputs, float* sums) {
   LinearTile tile{};
   tile.w = block_of<T>(weights, block);
   tile.steps = weights.steps;
   const TileSet* set = &tile_set<T>(weights.kind);
+  const typename GroupedInputs<T>::Rows* grouped = nullptr;
   if (weights.header != nullptr) {
     const PackedPart& part = weights.header->part_of(block);
     set = part.bits == 0 ? &tile_set<T>(WeightKind::kModel) : &code_tile_set<T>(part.bits);
     if (part.bits == 0 && Element<T>::kPerWord == 1) tile.steps = weights.header->inputs;
     tile.part = &part;
     tile.levels = weights.header->levels_of(part);
-    if (part.minimums.outer != ScaleLayout::kNone) {
-      tile.groups = (weights.steps + part.group_steps - 1) / part.group_steps;
-      tile.input_sums = input_sums.of(x, x_stride, rows, weights.steps, part.group_steps);
+    const bool int8 = STEPGRAPH_AVX512_VNNI && part.int8_inputs != 0;
+    if (int8 || part.minimums.outer != ScaleLayout::kNone) {
+      grouped = &inputs.of(x, x_stride, rows, weights.steps, part.group_steps, int8);
     }
+#if STEPGRAPH_AVX512_VNNI
+    if (int8) set = &int8_input_tile_set(part.bits);
+#endif
   }
   const int64_t columns = weights.columns - block * kBlock;
   const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
@@ -169,7 +228,15 @@ inline void run_block(const Weights& weights, int64_t block, const T* x, int64_t
     own.x = x + from * x_stride;
     own.prefetch = lines == 0 ? tile.w : next + i * tile.steps * 64;
     own.sums = sums + from * kBlock;
-    if (tile.input_sums != nullptr) own.input_sums += from * tile.groups;
+    if (grouped != nullptr) {
+      own.rows = rows;
+      own.input_sums = &grouped->sums[from];
+      if (grouped->int8) {
+        own.x = &grouped->data[from * grouped->stride];
+        own.x_stride = grouped->stride;
+        own.input_scales = &grouped->scales[from];
+      }
+    }
     set->run[lines][to - from - 1](own);
   }
   if (weights.scales == nullptr && weights.bias == nullptr) return;
@@ -196,7 +263,7 @@ inline void linear_phase(Phases& phases, int64_t phase, const Weights& weights, 
                          int64_t x_stride, int64_t rows, const char* after, float* sums,
                          Publish publish) {
   const int64_t groups = row_groups(rows), units = weights.blocks() * groups;
-  InputSums<T> input_sums;
+  GroupedInputs<T> inputs;
   const auto first_of = [&](int64_t unit) { return unit % groups * kGroupRows; };
   const auto rows_of = [&](int64_t unit) { return std::min(rows - first_of(unit), kGroupRows); };
   phases.run(
@@ -204,7 +271,7 @@ inline void linear_phase(Phases& phases, int64_t phase, const Weights& weights, 
       [&](int64_t unit, int64_t next) {
         const char* then = next < units ? block_of<T>(weights, next / groups) : after;
         run_block(weights, unit / groups, x + first_of(unit) * x_stride, x_stride, rows_of(unit),
-                  then, input_sums, sums);
+                  then, inputs, sums);
       },
       [&](int64_t unit) {
         publish(unit / groups, first_of(unit), rows_of(unit), static_cast<const float*>(sums));

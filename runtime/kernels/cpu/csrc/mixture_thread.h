@@ -165,11 +165,11 @@ class MixtureThread {
     int64_t tile = -1, expert = 0, first = 0, rows = 0;  // what was computed last
     const T* inputs = nullptr;
     int64_t inputs_stride = 0;
-    InputSums<T> input_sums;
+    GroupedInputs<T> grouped;
     const auto enter = [&](int64_t next) {
       if (next == tile) return;
       tile = next;
-      input_sums = InputSums<T>();
+      grouped = GroupedInputs<T>();
       expert = expert_of(tile);
       first = pairs.begin[expert] + (tile - pairs.first_tile[expert]) * kGroupRows;
       rows = std::min<int64_t>(pairs.begin[expert + 1] - first, kGroupRows);
@@ -191,9 +191,9 @@ class MixtureThread {
               next < units ? block_of<T>(nth<T>(mixture.gate_up, 2 * expert_of(next / blocks)),
                                          next % blocks)
                            : first_of_down(mixture, pairs);
-          run_block(gate, block, inputs, inputs_stride, rows, block_of<T>(up, block), input_sums,
+          run_block(gate, block, inputs, inputs_stride, rows, block_of<T>(up, block), grouped,
                     gates_);
-          run_block(up, block, inputs, inputs_stride, rows, then, input_sums, sums_);
+          run_block(up, block, inputs, inputs_stride, rows, then, grouped, sums_);
         },
         [&](int64_t unit) {
           T* out = inner_of(first, mixture) + unit % blocks * kBlock;
@@ -273,8 +273,8 @@ class MixtureThread {
             const int64_t end = pair_from(expert, row + kSummedRows);
             for (int64_t pair = pair_from(expert, row); pair < end; pair += kGroupRows) {
               const int64_t rows = std::min(end - pair, kGroupRows);
-              InputSums<T> input_sums;
-              run_block(weights, block, inner_of(pair, mixture), stride, rows, then, input_sums,
+              GroupedInputs<T> grouped;
+              run_block(weights, block, inner_of(pair, mixture), stride, rows, then, grouped,
                         sums_);
               for (int64_t m = 0; m < rows; ++m) {
                 const float weight = mixture.scaled_inputs ? 1.0f : pairs.weights[pair + m];

@@ -129,6 +129,7 @@ TORCH_LIBRARY_IMPL(stepgraph, CompositeExplicitAutograd, library) {
     const auto owned = Communicators::instance().find("communicator_set_timeout", handle);
     owned->communicator.set_timeout(seconds);
   });
+  library.impl("int8_inputs", [] { return static_cast<bool>(STEPGRAPH_AVX512_VNNI); });
   library.impl("set_thread_limit", [](int64_t threads) {
     set_thread_limit(static_cast<int>(threads));
   });

@@ -470,7 +470,7 @@ class StackThread {
     const Weights& weights = mlp.gate_up;
     const int64_t groups = row_groups(step_.tokens), stride = padded(mlp.inner);
     const int64_t pairs = mlp.inner / kBlock, units = pairs * groups;
-    InputSums<T> input_sums;
+    GroupedInputs<T> grouped;
     const auto first_of = [&](int64_t unit) { return unit % groups * kGroupRows; };
     const auto rows_of = [&](int64_t unit) {
       return std::min(step_.tokens - first_of(unit), kGroupRows);
@@ -482,8 +482,8 @@ class StackThread {
           const T* x = inputs + first_of(unit) * at_.normed_stride;
           const char* up = block_of<T>(weights, pairs + pair);
           const char* then = next < units ? block_of<T>(weights, next / groups) : after;
-          run_block(weights, pair, x, at_.normed_stride, rows, up, input_sums, gates_);
-          run_block(weights, pairs + pair, x, at_.normed_stride, rows, then, input_sums, sums_);
+          run_block(weights, pair, x, at_.normed_stride, rows, up, grouped, gates_);
+          run_block(weights, pairs + pair, x, at_.normed_stride, rows, then, grouped, sums_);
         },
         [&](int64_t unit) {
           T* out = inner + first_of(unit) * stride + unit / groups * kBlock;
