@@ -120,10 +120,9 @@ void run_int8_inputs(const LinearTile& tile) {
   const int64_t group_steps = tile.part->group_steps;
   const float lowest = static_cast<float>(tile.part->lowest);
   const float *input_scales = tile.input_scales, *input_sums = tile.input_sums;
-  float* totals = tile.sums;
   CodeBytes<Bits> bytes(tile.part->flipped);
   ScaleReader scales(tile.part->scales), minimums(tile.part->minimums);
-  std::fill_n(totals, M * kBlock, 0.0f);
+  F32x16 total[M][2] = {};
   for (int64_t step = 0; step < steps; input_scales += rows, input_sums += rows) {
     F32x16 scale[2], minimum[2] = {};
     scales.next(w, scale);
@@ -152,12 +151,16 @@ void run_int8_inputs(const LinearTile& tile) {
 #pragma GCC unroll 12
     for (int m = 0; m < M; ++m) {
       for (int half = 0; half < 2; ++half) {
-        float* place = totals + m * kBlock + 16 * half;
         const F32x16 number = (F32x16)_mm512_cvtepi32_ps((__m512i)sum[m][half]);
-        const F32x16 total = load<F32x16>(place) + number * (scale[half] * input_scales[m]);
-        store(place, total - minimum[half] * input_sums[m]);
+        total[m][half] += number * (scale[half] * input_scales[m]);
+        total[m][half] -= minimum[half] * input_sums[m];
       }
     }
+  }
+#pragma GCC unroll 12
+  for (int m = 0; m < M; ++m) {
+    store(tile.sums + m * kBlock, total[m][0]);
+    store(tile.sums + m * kBlock + 16, total[m][1]);
   }
 }
 

@@ -214,7 +214,10 @@ inline void run_block(const Weights& weights, int64_t block, const T* x, int64_t
 #endif
   }
   const int64_t columns = weights.columns - block * kBlock;
-  const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
+  // Sums of integers have totals beside them, which is twice the registers.
+  const bool halved = grouped != nullptr && grouped->int8 && rows > kTileRows;
+  const int64_t tile_rows = halved ? kTileRows / 2 : kTileRows;
+  const int64_t tiles = (rows + tile_rows - 1) / tile_rows;
   tile.x_stride = x_stride / Element<T>::kPerWord;
   for (int64_t i = 0; i < tiles; ++i) {
     const int64_t from = rows * i / tiles, to = rows * (i + 1) / tiles;
