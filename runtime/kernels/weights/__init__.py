@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .awq import AWQ
 from .bitsandbytes import BitsAndBytes
 from .checkpoint_format import CheckpointFormat, Header
 from .float4 import BLOCKS_MXFP4, GPT_OSS, MODELOPT_NVFP4, MXFP4, NVFP4
-from .gptq import GPTQ
+from .gptq import AWQ, GPTQ
 from .grouped import GroupedWeight, StoredRows
 from .packed_integers import MLX, PackedIntegers
 from .scaled_bytes import ScaledBytes
@@ -53,16 +52,16 @@ def checkpoint_formats(settings: Settings) -> Formats:
     method = settings.get("quant_method")
     if not isinstance(method, str) or method not in QUANT_METHODS:
         raise ValueError(f"quant_method = {method!r:.60}")
+    for (name, key), allowed in _ALLOWED.items():
+        if name == method:
+            _allow(settings, key, *allowed)
     return QUANT_METHODS[method](settings)
 
 
-def _allow(settings: Settings, key: str, *allowed: object) -> Any:
-    """Return a setting, of which the first value allowed is the default."""
-    value = settings.get(key)
-    value = allowed[0] if value is None else value
-    if value not in allowed:
-        raise ValueError(f"{key} = {value!r:.60}, and only {', '.join(map(repr, allowed))} is read")
-    return value
+def _allow(settings: Settings, key: str, *allowed: object) -> None:
+    if (value := settings.get(key)) is not None and value not in allowed:
+        shown = ", ".join(map(repr, allowed))
+        raise ValueError(f"{key} = {value!r:.60}, and only {shown} is read")
 
 
 def _group_sizes(settings: Settings) -> tuple[int, ...]:
@@ -77,7 +76,6 @@ def _group_sizes(settings: Settings) -> tuple[int, ...]:
 
 
 def _scaled(settings: Settings) -> Formats:
-    _allow(settings, "fmt", "e4m3", "float8_e4m3fn")
     block = settings.get("weight_block_size") or []
     if not isinstance(block, list) or not all(type(size) is int and size > 0 for size in block):
         raise ValueError(f"weight_block_size = {block!r:.60}, which is not [rows, columns]")
@@ -86,66 +84,22 @@ def _scaled(settings: Settings) -> Formats:
 
 
 def _compressed(settings: Settings) -> Formats:
-    _allow(
-        settings,
-        "format",
-        "dense",
-        "float-quantized",
-        "int-quantized",
-        "naive-quantized",
-        "pack-quantized",
-        "nvfp4-pack-quantized",
-        "mxfp4-pack-quantized",
-        "mxfp8-quantized",
-        "mixed-precision",
-    )
-    sparsity = settings.get("sparsity_config") or {}
-    if isinstance(sparsity, Mapping):
+    if isinstance(sparsity := settings.get("sparsity_config"), Mapping):
         _allow(sparsity, "format", "dense")
     if settings.get("transform_config"):
         raise ValueError("transform_config, rotations of weights")
     return PackedIntegers(_group_sizes(settings)), NVFP4, MXFP4, ScaledBytes(".weight_scale")
 
 
-def _modelopt(settings: Settings) -> Formats:
-    _allow(
-        settings,
-        "quant_algo",
-        "FP8",
-        "FP8_PB_WO",
-        "FP8_PER_CHANNEL_PER_TOKEN",
-        "NVFP4",
-        "MXFP8",
-        "MIXED_PRECISION",
-    )
-    return (MODELOPT_NVFP4, *_scaled({}))
-
-
-def _awq(settings: Settings) -> Formats:
-    _allow(settings, "bits", 4)
-    _allow(settings, "version", "gemm")
-    return (AWQ(_group_sizes(settings)),)
-
-
 def _gptq(settings: Settings) -> Formats:
-    _allow(settings, "bits", 4, 2, 8)
-    layouts = ("gptq", "gptq_v2")
-    layout = _allow(settings, "checkpoint_format", *layouts)
-    layout = _allow(settings, "format", layout, *layouts)
+    layout = settings.get("format") or settings.get("checkpoint_format") or "gptq"
     reordered, sizes = settings.get("desc_act") is True, _group_sizes(settings)
-    return (GPTQ(int(layout == "gptq"), reordered, sizes),)
+    return (GPTQ(sizes, int(layout == "gptq"), reordered),)
 
 
 def _auto_round(settings: Settings) -> Formats:
-    _allow(
-        settings,
-        "packing_format",
-        "auto_round:auto_gptq",
-        "auto_round:auto_awq",
-        "auto_round:llm_compressor",
-    )
     sizes = _group_sizes(settings)
-    integers = AWQ(sizes), GPTQ(sizes=sizes), PackedIntegers(sizes)
+    integers = AWQ(sizes), GPTQ(sizes), PackedIntegers(sizes)
     return *integers, NVFP4, MXFP4, ScaledBytes(".weight_scale")
 
 
@@ -155,22 +109,39 @@ def _bitsandbytes(settings: Settings) -> Formats:
     return BitsAndBytes(), ScaledBytes(".SCB")
 
 
-def _mlx(settings: Settings) -> Formats:
-    _allow(settings, "mode", "affine")
-    return (MLX(settings),)
-
-
+_GPTQ_LAYOUTS = ("gptq", "gptq_v2")
+_ALLOWED: Mapping[tuple[str, str], tuple[object, ...]] = {
+    ("fp8", "fmt"): ("e4m3", "float8_e4m3fn"),
+    ("mxfp8", "fmt"): ("e4m3", "float8_e4m3fn"),
+    ("compressed-tensors", "format"): (
+        *("dense", "float-quantized", "int-quantized", "naive-quantized", "mixed-precision"),
+        *("pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"),
+    ),
+    ("modelopt", "quant_algo"): (
+        *("FP8", "FP8_PB_WO", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "MXFP8", "MIXED_PRECISION"),
+    ),
+    ("awq", "bits"): (4,),
+    ("awq", "version"): ("gemm",),
+    ("gptq", "bits"): (2, 4, 8),
+    ("gptq", "checkpoint_format"): _GPTQ_LAYOUTS,
+    ("gptq", "format"): _GPTQ_LAYOUTS,
+    ("auto-round", "packing_format"): (
+        *("auto_round:auto_gptq", "auto_round:auto_awq", "auto_round:llm_compressor"),
+    ),
+    ("mlx", "mode"): ("affine",),
+}
+"""The values that are read of a setting of a `quant_method`; settings may be left out."""
 QUANT_METHODS: Mapping[str, Callable[[Settings], Formats]] = {
     "fp8": _scaled,
     "compressed-tensors": _compressed,
-    "modelopt": _modelopt,
-    "awq": _awq,
+    "modelopt": lambda settings: (MODELOPT_NVFP4, *_scaled({})),
+    "awq": lambda settings: (AWQ(_group_sizes(settings)),),
     "gptq": _gptq,
     "auto-round": _auto_round,
     "bitsandbytes": _bitsandbytes,
     "mxfp4": lambda settings: (BLOCKS_MXFP4, GPT_OSS),
     "mxfp8": _scaled,
-    "mlx": _mlx,
+    "mlx": lambda settings: (MLX(settings),),
 }
 """The formats of each `quant_method`; `mlx` and `modelopt` stand for checkpoints that say it in
 another way."""
