@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -149,14 +150,6 @@ _TEXT_PREFIXES = {
 """What names of tensors of a text part begin with in files of wrappers, and without the wrapper."""
 
 
-class _Quantised(NamedTuple):
-    """A weight that is stored as codes."""
-
-    format: CheckpointFormat
-    names: dict[str, str]
-    """Of its tensors, by what they end with."""
-
-
 def _formats(settings: object) -> tuple[CheckpointFormat, ...]:
     """Return the formats of a `quantization_config`; none if it is of another kind, which is
     refused when the config is read. Without one, weights may be in the formats of ModelOpt."""
@@ -199,8 +192,9 @@ class CheckpointReader:
         self.names_text_part = False
         """Whether tensors of text have other names in the files, as parts of a wrapper."""
         self._files: dict[Path, Any] = {}
-        self._quantised: dict[str, _Quantised] = {}
-        """The weights that are stored as codes, by name."""
+        self._quantised: dict[str, Callable[..., GroupedWeight]] = {}
+        """Reads the rows of a source, by the name of a weight that is stored as codes."""
+        self._formats = Counter[str]()
         index = _weight_files(directory)
         try:
             for path in sorted(set(index.values())) or [directory / SINGLE_FILE]:
@@ -229,6 +223,7 @@ class CheckpointReader:
     def close(self) -> None:
         """Unmap the files. May be called again."""
         self._files.clear()
+        self._quantised.clear()
         self._stack.close()
 
     def headers(self) -> Mapping[str, TensorHeader]:
@@ -240,7 +235,7 @@ class CheckpointReader:
 
     def formats(self) -> Counter[str]:
         """Return the number of weights that are stored as codes, by format."""
-        return Counter(weight.format.name for weight in self._quantised.values())
+        return self._formats
 
     def read(self, source: Source) -> Tensor:
         """Return the rows of a source; they may share the mapped file's memory.
@@ -257,17 +252,23 @@ class CheckpointReader:
             source: with a name; zeros have no tensor.
             meta: whether to return tensors on the device `meta`, without reading any.
         """
-        assert source.name is not None
-        if source.name not in self._quantised:
-            if not meta:
-                return source.read(self.tensor(source.name))
+        assert source.name is not None, "zeros have no tensor"
+        if source.name in self._quantised:
+            return self._quantised[source.name](source, meta=meta)
+        if meta:
             return torch.empty(source.part_shape, device="meta")
-        header, weight = self._headers[source.name], self._quantised[source.name]
-        tensors = {suffix: self.tensor(name) for suffix, name in weight.names.items()}
+        return source.read(self.tensor(source.name))
+
+    def _read_codes(
+        self, stored: CheckpointFormat, names: Mapping[str, str], source: Source, *, meta: bool
+    ) -> GroupedWeight:
+        """Return rows of a weight, of tensors with these names by what they end with."""
+        assert source.name is not None
+        tensors = {suffix: self.tensor(name) for suffix, name in names.items()}
         if meta:
             tensors = {s: torch.empty_like(t, device="meta") for s, t in tensors.items()}
-        with reading(header.file, source.name):
-            return weight.format.read(tensors, header.shape, source.selection)
+        with reading(self._headers[source.name].file, source.name):
+            return stored.read(tensors, self._headers[source.name].shape, source.selection)
 
     def decoded(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """Return all tensors, weights that are stored as codes in this dtype."""
@@ -319,7 +320,8 @@ class CheckpointReader:
                 self._headers.pop(prefix + suffix, None)
             weight = prefix + stored.weight_suffix
             self._headers[weight] = TensorHeader(stored.name, shape, file)
-            self._quantised[weight] = _Quantised(stored, names)
+            self._quantised[weight] = partial(self._read_codes, stored, names)
+            self._formats[stored.name] += 1
 
     def _open(self, path: Path, index: Mapping[str, Path]) -> None:
         has_file(path)  # or raise: the library would block on a FIFO

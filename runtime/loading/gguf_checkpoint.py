@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -101,14 +101,7 @@ class _Metadata:
 
     def number(self, key: str, default: float | None = None) -> Any:
         """Return a number; None if there is none, nor a default."""
-        value = self.file.plain(f"{self.architecture}.{key}")
-        if value is None:
-            return default
-        if type(value) not in (int, float):
-            raise CheckpointError(
-                f"{self.architecture}.{key} must be a number, not {bounded_repr(value, 80)}"
-            )
-        return value
+        return self.file.get(f"{self.architecture}.{key}", (int, float), default)
 
     @property
     def model_type(self) -> str:
@@ -131,7 +124,8 @@ def gguf_config(file: GGUFFile) -> ModelConfig:
     try:
         return ModelConfig.from_hf(_config_json(_Metadata(file)))
     except (CheckpointError, ConfigError) as error:
-        raise CheckpointError(f"{file.path}: {error}") from error
+        problem = str(error).removeprefix(f"{file.path}: ")
+        raise CheckpointError(f"{file.path}: {problem}") from error
 
 
 def _config_json(metadata: _Metadata) -> dict[str, Any]:
@@ -160,9 +154,8 @@ def _config_json(metadata: _Metadata) -> dict[str, Any]:
     config["bos_token_id"] = file.get("tokenizer.ggml.bos_token_id", int)
     config["eos_token_id"] = _end_tokens(file)
     heads = max(1, metadata.number("attention.head_count", 1))
-    head_dim = metadata.number(
-        "attention.key_length", metadata.number("embedding_length", 0) // heads
-    )
+    width = metadata.number("embedding_length", 0) // heads
+    head_dim = metadata.number("attention.key_length", width)
     if family.reads("partial_rotary_factor") and head_dim:
         rotated = metadata.number("rope.dimension_count", head_dim)
         config["partial_rotary_factor"] = rotated / head_dim
@@ -173,9 +166,72 @@ def _config_json(metadata: _Metadata) -> dict[str, Any]:
         kinds = ("full_attention", "sliding_attention")
         config["layer_types"] = [kinds[bool(slides)] for slides in pattern]
     config["rope_scaling"] = _rope(metadata)
-    if (more := _MORE.get(metadata.architecture)) is not None:
-        config |= more(config, metadata)
+    _add_of_architecture(config, metadata)
     return config
+
+
+def _add_of_architecture(config: dict[str, Any], metadata: _Metadata) -> None:
+    """Add what metadata leaves to the code of llama.cpp, or has under other keys."""
+    number, rope = metadata.number, config["rope_scaling"]
+    match metadata.architecture:
+        case "qwen3moe":
+            config["norm_topk_prob"] = True
+        case "cohere2":
+            config["logit_scale"] = config.get("logits_scaling")
+        case "gemma2" | "gemma3" as name:
+            # The largest models scale scores by the width of a head without `head_dim`.
+            scalar = config.get("head_dim")
+            if config["num_hidden_layers"] == {"gemma2": 46, "gemma3": 62}[name]:
+                scalar = number("embedding_length", 0) / max(1, number("attention.head_count", 1))
+            config["query_pre_attn_scalar"] = scalar
+        case "deepseek2":
+            # Newer files have the head sizes of multi-head attention under keys of their own.
+            rotated = number("rope.dimension_count", 0)
+            key, value = (
+                number(f"attention.{part}_length_mla", number(f"attention.{part}_length", 0))
+                for part in ("key", "value")
+            )
+            if rope is not None and (scale := number("rope.scaling.yarn_log_multiplier")):
+                rope |= dict.fromkeys(("mscale", "mscale_all_dim"), round(10 * scale, 6))
+            grouped = number("expert_group_count", 1) > 1
+            config |= {
+                "num_key_value_heads": config.get("num_attention_heads"),
+                "qk_rope_head_dim": rotated,
+                "qk_nope_head_dim": key - rotated,
+                "v_head_dim": value,
+                "q_lora_rank": config.get("q_lora_rank"),
+                "topk_method": "group_limited_greedy" if grouped else "greedy",
+                "norm_topk_prob": config.get("norm_topk_prob", False),
+                "routed_scaling_factor": config.get("routed_scaling_factor", 1.0),
+            }
+        case "lfm2":
+            # Layers without heads of keys are convolutions.
+            heads = config.get("num_key_value_heads")
+            if not isinstance(heads, list) or not heads:
+                raise CheckpointError(
+                    f"lfm2.attention.head_count_kv must be a list, not {bounded_repr(heads, 80)}"
+                )
+            config |= {
+                "num_key_value_heads": max(heads),
+                "layer_types": ["full_attention" if count else "conv" for count in heads],
+                "conv_bias": "blk.0.shortconv.conv.bias" in metadata.file.tensors,
+                "block_auto_adjust_ff_dim": False,
+            }
+        case "gpt-oss":
+            # Without scaling, transformers would scale as in the published models.
+            rope = rope or {"rope_type": "default"}
+            config |= {"rope_parameters": rope | {"truncate": False}, "rope_scaling": None}
+        case "llama4":
+            # Of the published models, Maverick has 128 experts and no norms of queries and keys.
+            config["use_qk_norm"] = number("expert_count") != 128
+        case "olmo2" if metadata.model_type == "olmo3":
+            # Frequencies of sliding layers are not scaled.
+            full = {"rope_type": "default", "rope_theta": config["rope_theta"]}
+            sliding = full | {"rope_theta": config.get("rope_local_base_freq", full["rope_theta"])}
+            ropes = {"full_attention": full | (rope or {}), "sliding_attention": sliding}
+            config |= {"rope_parameters": ropes, "rope_scaling": None}
+        case "phi3" if (first := number("rope.scaling.original_context_length")) is not None:
+            config["original_max_position_embeddings"] = first
 
 
 def _dtype(file: GGUFFile) -> str:
@@ -253,95 +309,6 @@ def _llama3(factors: list[float], theta: float) -> dict[str, Any]:
     return {"rope_type": "longrope", "attention_factor": 1.0, **lists}
 
 
-# What metadata leaves to the code of llama.cpp, or has under other keys, by architecture.
-
-
-def _gemma(config: Mapping[str, Any], metadata: _Metadata) -> dict[str, Any]:
-    """The largest models scale scores by the width of a head without `head_dim`."""
-    largest = {"gemma2": 46, "gemma3": 62}[metadata.architecture]
-    scalar = config.get("head_dim")
-    if config["num_hidden_layers"] == largest:
-        scalar = metadata.number("embedding_length", 0) / metadata.number("attention.head_count", 1)
-    return {"query_pre_attn_scalar": scalar}
-
-
-def _deepseek(config: Mapping[str, Any], metadata: _Metadata) -> dict[str, Any]:
-    """Newer files have the head sizes of multi-head attention under keys of their own."""
-    rotated = metadata.number("rope.dimension_count", 0)
-    key, value = (
-        metadata.number(
-            f"attention.{part}_length_mla", metadata.number(f"attention.{part}_length", 0)
-        )
-        for part in ("key", "value")
-    )
-    rope = config["rope_scaling"]
-    if rope is not None and (log_scale := metadata.number("rope.scaling.yarn_log_multiplier")):
-        rope = {**rope, **dict.fromkeys(("mscale", "mscale_all_dim"), round(10 * log_scale, 6))}
-    return {
-        "num_key_value_heads": config.get("num_attention_heads"),
-        "qk_rope_head_dim": rotated,
-        "qk_nope_head_dim": key - rotated,
-        "v_head_dim": value,
-        "q_lora_rank": config.get("q_lora_rank"),
-        "rope_scaling": rope,
-        "topk_method": "group_limited_greedy" if config.get("n_group", 1) > 1 else "greedy",
-        "norm_topk_prob": config.get("norm_topk_prob", False),
-        "routed_scaling_factor": config.get("routed_scaling_factor", 1.0),
-    }
-
-
-def _lfm2(config: Mapping[str, Any], metadata: _Metadata) -> dict[str, Any]:
-    """Layers without heads of keys are convolutions."""
-    heads = config.get("num_key_value_heads")
-    if not isinstance(heads, list) or not heads:
-        raise CheckpointError(
-            f"lfm2.attention.head_count_kv must be a list, not {bounded_repr(heads, 80)}"
-        )
-    return {
-        "num_key_value_heads": max(heads),
-        "layer_types": ["full_attention" if count else "conv" for count in heads],
-        "conv_bias": "blk.0.shortconv.conv.bias" in metadata.file.tensors,
-        "block_auto_adjust_ff_dim": False,
-    }
-
-
-def _gpt_oss(config: Mapping[str, Any], metadata: _Metadata) -> dict[str, Any]:
-    """Without scaling, transformers would scale as in the published models."""
-    rope = config["rope_scaling"] or {"rope_type": "default"}
-    return {"rope_parameters": {**rope, "truncate": False}, "rope_scaling": None}
-
-
-def _llama4(config: Mapping[str, Any], metadata: _Metadata) -> dict[str, Any]:
-    """Of the two published models, Maverick has 128 experts and no norms of queries and keys."""
-    return {"use_qk_norm": metadata.number("expert_count") != 128}
-
-
-def _olmo3(config: Mapping[str, Any], metadata: _Metadata) -> dict[str, Any]:
-    """Frequencies of sliding layers are not scaled."""
-    if metadata.model_type != "olmo3":
-        return {}
-    theta = config["rope_theta"]
-    full = {"rope_type": "default", "rope_theta": theta, **(config["rope_scaling"] or {})}
-    theta = config.get("rope_local_base_freq", theta)
-    sliding = {"rope_type": "default", "rope_theta": theta}
-    return {
-        "rope_parameters": {"full_attention": full, "sliding_attention": sliding},
-        "rope_scaling": None,
-    }
-
-
-def _phi3(config: Mapping[str, Any], metadata: _Metadata) -> dict[str, Any]:
-    first = metadata.number("rope.scaling.original_context_length")
-    return {} if first is None else {"original_max_position_embeddings": first}
-
-
-_MORE: dict[str, Callable[[Mapping[str, Any], _Metadata], dict[str, Any]]] = {
-    **{"gemma2": _gemma, "gemma3": _gemma, "deepseek2": _deepseek, "lfm2": _lfm2},
-    **{"gpt-oss": _gpt_oss, "llama4": _llama4, "phi3": _phi3, "olmo2": _olmo3},
-    "qwen3moe": lambda config, metadata: {"norm_topk_prob": True},
-    "cohere2": lambda config, metadata: {"logit_scale": config.get("logits_scaling")},
-}
-
 # Tensors by the names of transformers.
 
 _REORDERED = frozenset({"llama", "granite", "smollm3"})
@@ -352,26 +319,6 @@ _LAYER = re.compile(r"blk\.(\d{1,9})\.(.*)")
 _READ_AS_CONFIG = frozenset(
     {"rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"}
 )
-
-
-def _without_offset(weight: Tensor) -> Tensor:
-    """Norms that multiply by one plus their weight are stored as the sum."""
-    return weight - 1.0
-
-
-def _alternating(gate: Tensor, up: Tensor) -> Tensor:
-    """The biases of gpt-oss alternate: `[experts, 2F]`."""
-    return torch.stack((gate, up), dim=-1).flatten(1)
-
-
-def _by_head(keys: Tensor, values: Tensor) -> Tensor:
-    """The projection of latents to keys, `[heads, rank, keys]`, and to values of each head."""
-    return torch.cat((keys.transpose(1, 2), values), dim=1).flatten(0, 1)
-
-
-def _with_channel(kernel: Tensor) -> Tensor:
-    """Kernels of convolutions are `[features, 1, taps]`."""
-    return kernel.unsqueeze(1)
 
 
 @dataclass(frozen=True)
@@ -410,14 +357,23 @@ class _Stored:
         """Raise `CheckpointError` for contents that cannot be decoded."""
         return reading(self.tensors[0].file, self.tensors[0].name)
 
+    def codes(self, source: Source, *, meta: bool) -> GroupedWeight:
+        """Return the rows of a source of a quantised tensor, see `CheckpointReader.stored`."""
+        assert isinstance(self.type, GGUFType)
+        if meta:
+            return self.type.described(source, self.scale)
+        with self.reading():
+            return self.type.read(self.data(), source.selection, self.scale)
+
     def numbers(self) -> Tensor:
-        """Return the whole tensor. Raises `ValueError` if it cannot be decoded."""
-        if self.compute is not None:
-            parts = (_Stored((tensor,), tensor.shape).numbers() for tensor in self.tensors)
-            return self.compute(*(part.float() for part in parts))
-        if isinstance(self.type, GGUFType):
-            return self.type.weight(self.data(), self.scale).decode()
-        return self.data()
+        """Return the whole tensor. Raises `CheckpointError` if it cannot be decoded."""
+        with self.reading():
+            if self.compute is not None:
+                parts = (_Stored((tensor,), tensor.shape).numbers() for tensor in self.tensors)
+                return self.compute(*(part.float() for part in parts))
+            if isinstance(self.type, GGUFType):
+                return self.type.weight(self.data(), self.scale).decode()
+            return self.data()
 
 
 class GGUFReader(CheckpointReader):
@@ -450,37 +406,19 @@ class GGUFReader(CheckpointReader):
             name: TensorHeader(stored.type.name, stored.shape, stored.tensors[0].file)
             for name, stored in self._stored.items()
         }
+        quantised = {n: s for n, s in self._stored.items() if isinstance(s.type, GGUFType)}
+        self._formats = Counter(stored.type.name for stored in quantised.values())
+        self._quantised = {n: s.codes for n, s in quantised.items() if s.compute is None}
         used = {tensor.name for stored in self._stored.values() for tensor in stored.tensors}
         self._add_others(self._tensors.keys() - used - _READ_AS_CONFIG)
 
     def close(self) -> None:
         """Unmap the files. May be called again."""
-        self._stored = {}
-        self._tensors = {}
-
-    def formats(self) -> Counter[str]:
-        """Return the number of weights that are stored as codes, by type."""
-        types = (stored.type for stored in self._stored.values())
-        return Counter(found.name for found in types if isinstance(found, GGUFType))
-
-    def stored(self, source: Source, *, meta: bool = False) -> Tensor | GroupedWeight:
-        """Return the rows of a source as the file stores them; see `CheckpointReader.stored`."""
-        assert source.name is not None, "zeros have no tensor"
-        stored = self._stored[source.name]
-        if stored.compute is not None or not isinstance(stored.type, GGUFType):
-            if meta:
-                return torch.empty(source.part_shape, device="meta")
-            return source.read(self.tensor(source.name))
-        if meta:
-            return stored.type.described(source, stored.scale)
-        with stored.reading():
-            return stored.type.read(stored.data(), source.selection, stored.scale)
+        self._stored, self._tensors, self._quantised = {}, {}, {}
 
     def tensor(self, name: str) -> Tensor:
         """Return a tensor; it may share the mapped file's memory, so copy it to keep it."""
-        stored = self._stored[name]
-        with stored.reading():
-            return stored.numbers()
+        return self._stored[name].numbers()
 
     def _add_others(self, names: Iterable[str]) -> None:
         """Add headers of tensors that the model has no parameters for, in their layers.
@@ -501,20 +439,29 @@ class GGUFReader(CheckpointReader):
         if (match := _OF_EXPERT.fullmatch(own)) is not None:
             expert, own = int(match[2]), match[1] + match[3]
         elif own.endswith("experts.gate_up_proj.bias"):
-            return self._computed(_alternating, own, "gate_up", ("gate", "up"))
+            # Biases of gpt-oss alternate: `[experts, 2F]`.
+            return self._computed(
+                lambda gate, up: torch.stack((gate, up), dim=-1).flatten(1),
+                *(own, "gate_up", ("gate", "up")),
+            )
         elif ".experts." in own and not own.endswith(".bias"):
             return None  # a stack, of which each expert is found by itself
         tensor = self._named(own)
         if tensor is None and own.endswith("kv_b_proj.weight"):
-            return self._computed(_by_head, own, "kv_b", ("k_b", "v_b"))
+            # The projection of latents to keys, `[heads, rank, keys]`, and to values of each head.
+            return self._computed(
+                lambda keys, values: torch.cat((keys.mT, values), dim=1).flatten(0, 1),
+                *(own, "kv_b", ("k_b", "v_b")),
+            )
         if tensor is None:
             return None
         if expert is not None:
             return self._expert(tensor, expert)
         if self._config.family.offset_norms and own.endswith("norm.weight"):
-            return self._computed(_without_offset, own)
+            # Norms that multiply by one plus their weight are stored as the sum.
+            return self._computed(lambda weight: weight - 1.0, own)
         if own.endswith("conv.conv.weight"):
-            return self._computed(_with_channel, own)
+            return self._computed(lambda kernel: kernel.unsqueeze(1), own)  # `[features, 1, taps]`
         rows = None
         if self._architecture in _REORDERED and _QUERIES_KEYS.fullmatch(own):
             dim = self._config.head_dim

@@ -89,26 +89,26 @@ class GGUFFile:
         """The keys of the metadata."""
         return frozenset(self._metadata)
 
-    def get(self, key: str, kind: type[T], default: T | None = None) -> T | None:
+    def get(
+        self, key: str, kind: type[T] | tuple[type[T], ...], default: T | None = None
+    ) -> T | None:
         """Return a value of the metadata; `default` without the key.
 
         Args:
             key: of the metadata.
-            kind: of the value: str, int, float, bool, list (of strings) or np.ndarray.
+            kind: of the value: str, int, float, bool, list (of strings) or np.ndarray, or several.
             default: returned if the file has no such key.
 
         Raises:
             CheckpointError: the value is of another type.
         """
-        value = self._metadata.get(key)
+        value: T | None = self._metadata.get(key)
         if value is None:
             return default
-        if kind is float and type(value) is int:
-            value = float(value)
-        if type(value) is not kind:
-            raise self._error(
-                f"{key} must be of type {kind.__name__}, not {bounded_repr(value, 80)}"
-            )
+        kinds = kind if isinstance(kind, tuple) else (kind,)
+        if type(value) not in kinds:
+            names = " or ".join(each.__name__ for each in kinds)
+            raise self._error(f"{key} must be of type {names}, not {bounded_repr(value, 80)}")
         return value
 
     def require(self, key: str, kind: type[T]) -> T:
