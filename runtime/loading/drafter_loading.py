@@ -87,22 +87,23 @@ def find_drafter(
     kinds = get_args(DrafterKind)
     if method is not None and method not in kinds:
         raise ConfigError(f"unknown kind of drafter {bounded_repr(method)}: use {', '.join(kinds)}")
-    if isinstance(path, str) and path.startswith(PRESET_PREFIX):
-        _check_kind(path, "draft_model", method)
-        return _draft_model(path, target, target_directory)
-    directory = find_directory(path)
-    if is_gguf(directory):
-        _check_kind(path, "draft_model", method)
-        return _draft_model(path, target, target_directory)
-    config_path = directory / "config.json"
-    if not has_file(config_path):
-        raise no_checkpoint(directory)
-    config = read_json_object(config_path, CONFIG_BYTES)
-    own = target_directory is not None and directory.resolve() == target_directory.resolve()
-    kind: DrafterKind
-    kind = "mtp" if method == "mtp" or (own and not method and has_mtp(config)) else _kind(config)
-    _check_kind(path, kind, method)
-    if kind == "draft_model":
+    is_preset = isinstance(path, str) and path.startswith(PRESET_PREFIX)
+    directory = None if is_preset else find_directory(path)
+    kind: DrafterKind = "draft_model"
+    if directory is not None and not is_gguf(directory):
+        config_path = directory / "config.json"
+        if not has_file(config_path):
+            raise no_checkpoint(directory)
+        config = read_json_object(config_path, CONFIG_BYTES)
+        own = target_directory is not None and directory.resolve() == target_directory.resolve()
+        is_mtp = method == "mtp" or (own and not method and has_mtp(config))
+        kind = "mtp" if is_mtp else _kind(config)
+    if method is not None and method != kind:
+        raise ConfigError(
+            f"{bounded_text(str(path))} is a drafter of kind {kind}, not {method}: use"
+            f" method={kind!r}, or another drafter"
+        )
+    if directory is None or kind == "draft_model":
         return _draft_model(path, target, target_directory)
     with CheckpointReader(directory) as reader:
         try:
@@ -167,14 +168,6 @@ def _kind(config: Json) -> DrafterKind:
                 " supported are models of a native family, EAGLE-3 heads and DFlash models"
             )
     return "draft_model"
-
-
-def _check_kind(path: str | Path, kind: DrafterKind, method: str | None) -> None:
-    if method is not None and method != kind:
-        raise ConfigError(
-            f"{bounded_text(str(path))} is a drafter of kind {kind}, not {method}: use"
-            f" method={kind!r}, or another drafter"
-        )
 
 
 def _draft_model(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -410,7 +410,13 @@ class GGUFReader(CheckpointReader):
         self._formats = Counter(stored.type.name for stored in quantised.values())
         self._quantised = {n: s.codes for n, s in quantised.items() if s.compute is None}
         used = {tensor.name for stored in self._stored.values() for tensor in stored.tensors}
-        self._add_others(self._tensors.keys() - used - _READ_AS_CONFIG)
+        for name in self._tensors.keys() - used - _READ_AS_CONFIG:  # there are no parameters for it
+            tensor, layer = self._tensors[name], _LAYER.fullmatch(name)
+            if layer is not None:
+                if int(layer[1]) >= config.num_layers:
+                    continue  # layers after the model's predict further tokens
+                name = f"model.layers.{layer[1]}.{layer[2]}"
+            self._headers[name] = TensorHeader(tensor.type.name, tensor.shape, tensor.file)
 
     def close(self) -> None:
         """Unmap the files. May be called again."""
@@ -419,19 +425,6 @@ class GGUFReader(CheckpointReader):
     def tensor(self, name: str) -> Tensor:
         """Return a tensor; it may share the mapped file's memory, so copy it to keep it."""
         return self._stored[name].numbers()
-
-    def _add_others(self, names: Iterable[str]) -> None:
-        """Add headers of tensors that the model has no parameters for, in their layers.
-
-        Layers after the model's predict further tokens, and are left out.
-        """
-        for tensor in map(self._tensors.__getitem__, names):
-            name = tensor.name
-            if (layer := _LAYER.fullmatch(name)) is not None:
-                if int(layer[1]) >= self._config.num_layers:
-                    continue
-                name = f"model.layers.{layer[1]}.{layer[2]}"
-            self._headers[name] = TensorHeader(tensor.type.name, tensor.shape, tensor.file)
 
     def _find(self, name: str) -> _Stored | None:
         """Return how the file stores a tensor; None if it does not."""
@@ -456,7 +449,14 @@ class GGUFReader(CheckpointReader):
         if tensor is None:
             return None
         if expert is not None:
-            return self._expert(tensor, expert)
+            moe = self._config.experts
+            assert moe is not None, "only mixtures name experts"
+            if len(tensor.shape) != 3 or tensor.shape[0] != moe.num_experts:
+                raise CheckpointError(
+                    f"{tensor.file}: {tensor.name} is {bounded_repr(list(tensor.shape), 80)}, which"
+                    f" must be a stack of expert_count = {moe.num_experts} matrices"
+                )
+            return _Stored((tensor,), tensor.shape[1:], expert)
         if self._config.family.offset_norms and own.endswith("norm.weight"):
             # Norms that multiply by one plus their weight are stored as the sum.
             return self._computed(lambda weight: weight - 1.0, own)
@@ -474,16 +474,6 @@ class GGUFReader(CheckpointReader):
         if found is not None and not found.endswith((".weight", ".bias")):
             found += ".weight"  # transformers has parameters without this suffix, such as sinks
         return self._tensors.get(found)
-
-    def _expert(self, tensor: GGUFTensor, expert: int) -> _Stored:
-        moe = self._config.experts
-        assert moe is not None, "only mixtures name experts"
-        if len(tensor.shape) != 3 or tensor.shape[0] != moe.num_experts:
-            raise CheckpointError(
-                f"{tensor.file}: {tensor.name} is {bounded_repr(list(tensor.shape), 80)}, which"
-                f" must be a stack of expert_count = {moe.num_experts} matrices"
-            )
-        return _Stored((tensor,), tensor.shape[1:], expert)
 
     def _computed(
         self, compute: Callable[..., Tensor], name: str, part: str = "", by: Sequence[str] = ("",)

@@ -357,12 +357,9 @@ def in_int4(
 def _codes_bytes(kernels: Kernels, parts: Parts, matrices: int, dtype: torch.dtype) -> int | None:
     """Return the bytes of some stacked matrices of equal formats as codes; None: they cannot be."""
     each = len(parts) // matrices
-    of_matrices = [parts[first : first + each] for first in range(0, len(parts), each)]
-    formats = {
-        tuple(part.format if isinstance(part, GroupedWeight) else None for part in of_matrix)
-        for of_matrix in of_matrices
-    }
-    size = kernels.parts_bytes(of_matrices[0], dtype) if len(formats) == 1 else None
+    formats = [part.format if isinstance(part, GroupedWeight) else None for part in parts]
+    equal = formats == formats[:each] * matrices
+    size = kernels.parts_bytes(parts[:each], dtype) if equal else None
     return None if size is None else size * matrices
 
 
