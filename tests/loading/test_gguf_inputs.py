@@ -10,12 +10,13 @@ from pathlib import Path
 from struct import pack
 from typing import Any
 
+import gguf
 import huggingface_hub
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from stepgraph.runtime import CheckpointError, ConfigError, Engine
+from stepgraph.runtime import CheckpointError, ConfigError
 from stepgraph.runtime.loading.gguf_file import GGUFFile, open_gguf
 from stepgraph.runtime.loading.loader import resolve_source
 
@@ -159,22 +160,14 @@ def test_unknown_architecture(tmp_path: Path) -> None:
     assert "'mamba'" in refused(path)
 
 
-def test_scale_that_is_not_a_number(base: TinyModel, tmp_path: Path) -> None:
+def test_scale_that_is_not_a_number(tiny: Tiny, tmp_path: Path) -> None:
     """Found when the tensor is read."""
-    from gguf import GGMLQuantizationType
-
-    def encode(name: str, weight: Any) -> tuple[Any, Any]:
-        if name != "model.layers.1.self_attn.o_proj.weight":  # of 96 inputs
-            return weight, GGMLQuantizationType.F32
-        blocks = np.zeros((*weight.shape[:-1], 3, 34), np.uint8)
-        blocks[..., 1] = 0x7E
-        return blocks.reshape(*weight.shape[:-1], -1), GGMLQuantizationType.Q8_0
-
-    path = tmp_path / "model.gguf"
-    write_gguf(base, path, encode)
+    kind, path = gguf.GGMLQuantizationType.Q8_0, tmp_path / "model.gguf"
+    with np.errstate(over="ignore"):  # scales are float16
+        write_gguf(tiny("wide_groups"), path, lambda name, w: (gguf.quantize(w * 1e9, kind), kind))
     message = refused(path)
     assert str(path) in message
-    assert "blk.1.attn_output.weight" in message
+    assert "token_embd.weight" in message
 
 
 def test_transformers_reads_none(whole: Path) -> None:
@@ -257,4 +250,3 @@ class TestPlaces:
             before = engine.generate(prompts, greedy(6))[0].token_ids
             engine.reload_weights(whole)
             assert engine.generate(prompts, greedy(6))[0].token_ids == before
-            assert isinstance(engine, Engine)
