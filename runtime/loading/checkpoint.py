@@ -288,17 +288,13 @@ class CheckpointReader:
 
     def _rename(self) -> None:
         """Give the tensors of the text part of a wrapper the names that they have without it."""
-
-        def plain(name: str) -> str:
-            for prefix, replacement in _TEXT_PREFIXES.items():
-                if name.startswith(prefix):
-                    return replacement + name.removeprefix(prefix)
-            return name
-
-        names = list(self._headers)
-        self._headers = {plain(name): header for name, header in self._headers.items()}
-        self._places = {plain(name): place for name, place in self._places.items()}
-        self.names_text_part = list(self._headers) != names
+        names = {name: name for name in self._headers}
+        for theirs, ours in _TEXT_PREFIXES.items():
+            found = [name for name in names if name.startswith(theirs)]
+            names |= {name: ours + name.removeprefix(theirs) for name in found}
+        self._headers = {names[name]: header for name, header in self._headers.items()}
+        self._places = {names[name]: place for name, place in self._places.items()}
+        self.names_text_part = any(theirs != ours for theirs, ours in names.items())
 
     def _join(self, stored: CheckpointFormat) -> None:
         """Replace the headers of the tensors of each weight in a format by one of the weight."""

@@ -18,6 +18,7 @@ import codecs
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -102,8 +103,9 @@ class Pieces:
                 self.replaced[ord(part["pattern"]["String"])] = part["content"]
             elif part["type"] == "Metaspace":
                 self.replaced[ord(part["replacement"])] = " "
-        self._pieces: dict[int, bytes] = {}
-        self._exists: dict[int, bool] = {}  # of the token ids that were asked for
+        self.of = cache(self._compute)
+        """Returns the bytes of a token, special or not, in the middle of a text."""
+        self._token = cache(tokenizer.id_to_token)
         self._anchor = self._find_anchor()
         self._anchor_length = len(self.decode(self._anchor, skip_special_tokens=False))
 
@@ -117,23 +119,13 @@ class Pieces:
         """Return whether `decode` passes the token to the decoder."""
         if skip_special_tokens and token_id in self.special_ids:
             return False
-        exists = self._exists.get(token_id)
-        if exists is None:
-            exists = self._exists[token_id] = self._tokenizer.id_to_token(token_id) is not None
-        return exists
-
-    def of(self, token_id: int) -> bytes:
-        """Return the bytes of a token, special or not, in the middle of a text."""
-        piece = self._pieces.get(token_id)
-        if piece is None:
-            piece = self._pieces[token_id] = self._compute(token_id)
-        return piece
+        return self._token(token_id) is not None
 
     def byte_of(self, token_id: int) -> int | None:
         """Return the byte of a token of byte fallback; None for other tokens."""
         if not self._byte_fallback:
             return None
-        return BYTE_OF_FALLBACK_TOKEN.get(str(self._tokenizer.id_to_token(token_id)))
+        return BYTE_OF_FALLBACK_TOKEN.get(str(self._token(token_id)))
 
     def sample(self) -> list[int]:
         """Return some ordinary tokens, spread over the vocabulary."""
@@ -147,7 +139,7 @@ class Pieces:
         ]
 
     def _compute(self, token_id: int) -> bytes:
-        token = self._tokenizer.id_to_token(token_id)
+        token = self._token(token_id)
         if token is None:
             return b""
         if self.byte_level:
