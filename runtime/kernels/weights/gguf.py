@@ -51,23 +51,8 @@ PLAIN_TYPES = {
 """By their numbers in files."""
 
 
-class Plane(NamedTuple):
-    """Some bits of all codes of a block.
-
-    Each byte of a run has `bits` bits of several codes: byte i has those of codes i, i + run,
-    i + 2 * run and so on, from the lowest bits on. The next run has the codes after them.
-    """
-
-    start: int
-    """First byte in the block."""
-    size: int
-    """Bytes."""
-    run: int
-    bits: int
-
-    def read(self, blocks: Tensor) -> Tensor:
-        """Return the bits of each code of blocks `[..., B]`, as uint8 `[..., E]`."""
-        return _fields(blocks[..., self.start : self.start + self.size], self.run, self.bits)
+Plane = tuple[int, int, int, int]
+"""Some bits of all codes of a block: first byte, bytes, run and bits, as of `_plane`."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +70,7 @@ class GGUFType:
     group: int
     """Consecutive inputs that share a scale."""
     planes: tuple[Plane, ...]
-    """Of the codes, from the lowest bits on."""
+    """Of the codes: the lower bits and, if there are more, the upper ones."""
     scales: Callable[[Tensor], tuple[Scales, Scales | None]]
     """Returns the scales and minimums of blocks uint8 `[..., N, S, B]`."""
 
@@ -96,10 +81,10 @@ class GGUFType:
             blocks: of the rows.
             scale: of the whole tensor.
         """
-        codes, shift = self.planes[0].read(blocks), self.planes[0].bits
-        for plane in self.planes[1:]:
-            codes |= plane.read(blocks) << shift
-            shift += plane.bits
+        lower, *upper = self.planes
+        codes = _plane(blocks, *lower)
+        for plane in upper:
+            codes |= _plane(blocks, *plane) << lower[-1]
         numbers = [found for found in self.scales(blocks) if found is not None]
         if scale != 1.0:
             numbers = [found._replace(outer=found.outer.float() * scale) for found in numbers]
@@ -122,13 +107,18 @@ class GGUFType:
         return weight.over(lambda tensor: tensor.expand(*source.part_shape[:-1], -1))
 
 
-def _fields(packed: Tensor, run: int, bits: int) -> Tensor:
-    """Return the numbers of `bits` bits in runs of bytes, see `Plane`: uint8 `[..., numbers]`."""
+def _plane(blocks: Tensor, start: int, size: int, run: int, bits: int) -> Tensor:
+    """Return some bits of all codes of blocks `[..., B]`, as uint8 `[..., E]`.
+
+    They are in `size` bytes from `start` on. Each byte of a run has `bits` bits of several codes:
+    byte i has those of codes i, i + run, i + 2 * run and so on, from the lowest bits on. The next
+    run has the codes after them.
+    """
+    packed = blocks[..., start : start + size]
     if bits == 8:
         return packed
     if run == 1:
-        table = _numbers_of_bytes(bits)
-        numbers = table.index_select(0, packed.flatten().int())
+        numbers = _numbers_of_bytes(bits).index_select(0, packed.flatten().int())
         return numbers.view(*packed.shape[:-1], -1)
     word = torch.int64 if run % 8 == 0 else torch.int32  # several bytes at a time
     mask = int.from_bytes(bytes([(1 << bits) - 1] * word.itemsize), "little")
@@ -159,35 +149,27 @@ def _scale(blocks: Tensor) -> tuple[Scales, None]:
     return Scales(_float16(blocks)), None
 
 
-def _scale_and_minimum(blocks: Tensor) -> tuple[Scales, Scales]:
+def _with_minimum(blocks: Tensor) -> tuple[Scales, Scales]:
     """Files have the number to add, not to subtract."""
     return Scales(_float16(blocks)), Scales(-_float16(blocks, 2))
 
 
 def _q2_k(blocks: Tensor) -> tuple[Scales, Scales]:
-    small = blocks[..., :16]
-    return (
-        _two_levels(_float16(blocks, 80), small & 15),
-        _two_levels(_float16(blocks, 82), small >> 4),
-    )
+    scales, minimums = blocks[..., :16] & 15, blocks[..., :16] >> 4
+    return _two_levels(_float16(blocks, 80), scales), _two_levels(_float16(blocks, 82), minimums)
 
 
 def _q3_k(blocks: Tensor) -> tuple[Scales, None]:
-    low, high = _fields(blocks[..., 96:104], 8, 4), _fields(blocks[..., 104:108], 4, 2)
+    low, high = _plane(blocks, 96, 8, 8, 4), _plane(blocks, 104, 4, 4, 2)
     return _two_levels(_float16(blocks, 108), (low | high << 4).to(torch.int8) - 32), None
 
 
 def _q4_k(blocks: Tensor) -> tuple[Scales, Scales]:
     """The first four groups have 6 bits in a byte; their upper two bits belong to the others."""
     scales, minimums, low = (blocks[..., start : start + 4] for start in (4, 8, 12))
-    return (
-        _two_levels(
-            _float16(blocks), torch.cat((scales & 63, low & 15 | scales >> 2 & 48), dim=-1)
-        ),
-        _two_levels(
-            _float16(blocks, 2), torch.cat((minimums & 63, low >> 4 | minimums >> 2 & 48), dim=-1)
-        ),
-    )
+    scales = torch.cat((scales & 63, low & 15 | scales >> 2 & 48), dim=-1)
+    minimums = torch.cat((minimums & 63, low >> 4 | minimums >> 2 & 48), dim=-1)
+    return _two_levels(_float16(blocks), scales), _two_levels(_float16(blocks, 2), minimums)
 
 
 def _q6_k(blocks: Tensor) -> tuple[Scales, None]:
@@ -195,7 +177,7 @@ def _q6_k(blocks: Tensor) -> tuple[Scales, None]:
 
 
 def _iq4_xs(blocks: Tensor) -> tuple[Scales, None]:
-    low, high = _fields(blocks[..., 4:8], 1, 4), _fields(blocks[..., 2:4], 1, 2)
+    low, high = _plane(blocks, 4, 4, 1, 4), _plane(blocks, 2, 2, 1, 2)
     return _two_levels(_float16(blocks), (low | high << 4).to(torch.int8) - 32), None
 
 
@@ -216,40 +198,28 @@ _IQ4 = Levels(
     "iq4",
     tuple(map(float, (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113))),
 )
-_LOW_4 = Plane(16, 128, 32, 4)
 
 GGUF_TYPES: dict[int, GGUFType] = {
     found.number: found
     for found in (
-        GGUFType("Q4_0", 2, 32, 18, integers(4, 8), 32, (Plane(2, 16, 16, 4),), _scale),
-        GGUFType("Q4_1", 3, 32, 20, integers(4), 32, (Plane(4, 16, 16, 4),), _scale_and_minimum),
+        GGUFType("Q4_0", 2, 32, 18, integers(4, 8), 32, ((2, 16, 16, 4),), _scale),
+        GGUFType("Q4_1", 3, 32, 20, integers(4), 32, ((4, 16, 16, 4),), _with_minimum),
+        GGUFType("Q5_0", 6, 32, 22, integers(5, 16), 32, ((6, 16, 16, 4), (2, 4, 1, 1)), _scale),
+        GGUFType("Q5_1", 7, 32, 24, integers(5), 32, ((8, 16, 16, 4), (4, 4, 1, 1)), _with_minimum),
+        GGUFType("Q8_0", 8, 32, 34, INT8, 32, ((2, 32, 32, 8),), _scale),
+        GGUFType("Q2_K", 10, 256, 84, integers(2), 16, ((16, 64, 32, 2),), _q2_k),
         GGUFType(
-            *("Q5_0", 6, 32, 22, integers(5, 16), 32),
-            *((Plane(6, 16, 16, 4), Plane(2, 4, 1, 1)), _scale),
+            "Q3_K", 11, 256, 110, integers(3, 4), 16, ((32, 64, 32, 2), (0, 32, 32, 1)), _q3_k
         ),
+        GGUFType("Q4_K", 12, 256, 144, integers(4), 32, ((16, 128, 32, 4),), _q4_k),
+        GGUFType("Q5_K", 13, 256, 176, integers(5), 32, ((48, 128, 32, 4), (16, 32, 32, 1)), _q4_k),
         GGUFType(
-            *("Q5_1", 7, 32, 24, integers(5), 32),
-            *((Plane(8, 16, 16, 4), Plane(4, 4, 1, 1)), _scale_and_minimum),
+            "Q6_K", 14, 256, 210, integers(6, 32), 16, ((0, 128, 64, 4), (128, 64, 32, 2)), _q6_k
         ),
-        GGUFType("Q8_0", 8, 32, 34, INT8, 32, (Plane(2, 32, 32, 8),), _scale),
-        GGUFType("Q2_K", 10, 256, 84, integers(2), 16, (Plane(16, 64, 32, 2),), _q2_k),
-        GGUFType(
-            *("Q3_K", 11, 256, 110, integers(3, 4), 16),
-            *((Plane(32, 64, 32, 2), Plane(0, 32, 32, 1)), _q3_k),
-        ),
-        GGUFType("Q4_K", 12, 256, 144, integers(4), 32, (_LOW_4,), _q4_k),
-        GGUFType(
-            *("Q5_K", 13, 256, 176, integers(5), 32),
-            *((_LOW_4._replace(start=48), Plane(16, 32, 32, 1)), _q4_k),
-        ),
-        GGUFType(
-            *("Q6_K", 14, 256, 210, integers(6, 32), 16),
-            *((Plane(0, 128, 64, 4), Plane(128, 64, 32, 2)), _q6_k),
-        ),
-        GGUFType("IQ4_NL", 20, 32, 18, _IQ4, 32, (Plane(2, 16, 16, 4),), _scale),
-        GGUFType("IQ4_XS", 23, 256, 136, _IQ4, 32, (Plane(8, 128, 16, 4),), _iq4_xs),
-        GGUFType("MXFP4", 39, 32, 17, DOUBLED_E2M1, 32, (Plane(1, 16, 16, 4),), _mxfp4),
-        GGUFType("NVFP4", 40, 64, 36, DOUBLED_E2M1, 16, (Plane(4, 32, 8, 4),), _nvfp4),
+        GGUFType("IQ4_NL", 20, 32, 18, _IQ4, 32, ((2, 16, 16, 4),), _scale),
+        GGUFType("IQ4_XS", 23, 256, 136, _IQ4, 32, ((8, 128, 16, 4),), _iq4_xs),
+        GGUFType("MXFP4", 39, 32, 17, DOUBLED_E2M1, 32, ((1, 16, 16, 4),), _mxfp4),
+        GGUFType("NVFP4", 40, 64, 36, DOUBLED_E2M1, 16, ((4, 32, 8, 4),), _nvfp4),
     )
 }
 """By number."""
