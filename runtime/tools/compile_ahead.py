@@ -109,7 +109,7 @@ class CompiledKernel:
     def choices(self) -> str:
         """The constants that distinguish this kernel from others with its name, as text."""
         constants = [
-            f"{name}={value}"
+            f"{name}={'/'.join(map(str, value)) if isinstance(value, tuple) else value}"
             for name, value in self.constants.items()
             if value and not name.islower() and name not in ("NAME", "PDL")
         ]

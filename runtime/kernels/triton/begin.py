@@ -74,14 +74,14 @@ def begin_decode(
         sin=torch.empty(kinds, tokens, half, device=device),
     )
     block = min(1024, triton.next_power_of_2(hidden))
-    weight, storage = kernel_weight(LinearTensors(embedding.weight, embedding.scales))
+    weight, form = kernel_weight(LinearTensors(embedding.weight, embedding.scales))
     call_kernel(
         _begin_decode, (tokens, 1 + triton.cdiv(hidden, block)),
         rows_T, token_ids_R, positions_R, block_tables, weight, embedding.scales, *rotations, *out,
         tokens, state_rows, columns, block_size, hidden, half, embedding.factor,
         0 if embedding.held is None else embedding.held.start, weight.shape[0],
         GROUPS=groups, KINDS=kinds, BLOCK_D=block, BLOCK_E=triton.next_power_of_2(half),
-        SCALED=embedding.factor != 1.0, PART=embedding.held is not None, **storage,
+        SCALED=embedding.factor != 1.0, PART=embedding.held is not None, FORM=form,
     )  # fmt: skip
     return out
 
@@ -91,9 +91,8 @@ def _begin_decode(  # type: ignore[no-untyped-def]
     rows_ptr, token_ids_ptr, positions_ptr, tables_ptr, embedding_ptr, scales_ptr, frequencies_ptr,
     amplitudes_ptr, x_ptr, own_positions_ptr, slots_ptr, cos_ptr, sin_ptr, tokens, state_rows,
     columns, block_size, hidden, half, factor, first, held, GROUPS: tl.constexpr,
-    KINDS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, STORAGE: tl.constexpr,
-    NATIVE_FP8: tl.constexpr, SCALE_BLOCKS: tl.constexpr, GROUP: tl.constexpr,
-    MINIMUMS: tl.constexpr, SCALED: tl.constexpr, PART: tl.constexpr, PDL: tl.constexpr,
+    KINDS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, SCALED: tl.constexpr,
+    PART: tl.constexpr, FORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0)
     part = tl.program_id(1)
@@ -123,19 +122,17 @@ def _begin_decode(  # type: ignore[no-untyped-def]
             token_id -= first
             inside &= (token_id >= 0) & (token_id < held)
             token_id = tl.minimum(tl.maximum(token_id, 0), held - 1)
-        if STORAGE == "codes":
+        if FORM.storage == "codes":
             row_ptr = embedding_ptr + token_id * (hidden // 8 + 4)
             code = tl.load(row_ptr + d // 8, mask=inside, other=0) >> (d % 8 * 4) & 15
             level = tl.load(row_ptr + hidden // 8 + code // 4) >> (code % 4 * 8) & 255
             x = (level - 128).to(tl.float32)
         else:
             x = tl.load(embedding_ptr + token_id * hidden + d, mask=inside, other=0)
-            x = as_numbers(x, STORAGE, NATIVE_FP8)
-        if SCALE_BLOCKS:
-            scales, minimums = load_groups(
-                scales_ptr, token_id, d, inside, False, SCALE_BLOCKS, GROUP, MINIMUMS
-            )
-            x = x * scales - minimums if MINIMUMS else x * scales
+            x = as_numbers(x, FORM)
+        if FORM.groups:
+            scales, minimums = load_groups(scales_ptr, token_id, d, inside, False, FORM)
+            x = x * scales - minimums if FORM.minimums else x * scales
         elif scales_ptr is not None:
             x = x * tl.load(scales_ptr + token_id)
         x = x.to(x_ptr.dtype.element_ty)

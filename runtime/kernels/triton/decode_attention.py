@@ -35,7 +35,7 @@ from .kernel_calls import (
     wait_for_inputs,
 )
 from .prefill_attention import prefill_attention, prefill_tiles, prefill_tiling
-from .quantised import cache_views, fp8_is_native, store_vectors
+from .quantised import cache_views, store_vectors
 from .split_attention import (
     NO_WINDOW,
     Partials,
@@ -75,13 +75,14 @@ def _decode_attention(  # type: ignore[no-untyped-def]
     cos_ptr, sin_ptr, sinks_ptr, slots_ptr, tables_ptr, token_rows_ptr, positions_ptr,
     acc_ptr, m_ptr, l_ptr, counters_ptr, out_ptr, weight_ptr, table_stride, window,
     eps, scale, near, share,
-    GROUP: tl.constexpr, G: tl.constexpr, E: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    STORAGE: tl.constexpr, NATIVE_FP8: tl.constexpr, SOFTCAP: tl.constexpr, CHUNK: tl.constexpr,
+    GROUP: tl.constexpr, CACHE: tl.constexpr, SOFTCAP: tl.constexpr, CHUNK: tl.constexpr,
     OFFSET_NORMS: tl.constexpr, ALL_HEADS: tl.constexpr, FLOOR: tl.constexpr,
     TEMPERATURE: tl.constexpr, BLOCK_E: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr,
     COMBINED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (g, s, t): kv head g of row t, split s."""
+    G: tl.constexpr = CACHE.heads
+    E: tl.constexpr = CACHE.width
     g, split, t = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     splits = tl.num_programs(1)
     i = tl.arange(0, BLOCK_E)
@@ -109,7 +110,7 @@ def _decode_attention(  # type: ignore[no-untyped-def]
     at = (head + h) * splits + split
     if split <= owner:
         table_ptr = tables_ptr + tl.load(token_rows_ptr + t) * table_stride
-        block = table_entries(table_ptr, first, position, begin, BLOCK_SIZE, TILE)
+        block = table_entries(table_ptr, first, position, begin, CACHE.block_size, TILE)
         pair = i % (E // 2)
         cos = tl.load(cos_ptr + t * (E // 2) + pair, mask=i < E, other=0.0)
         sin = tl.load(sin_ptr + t * (E // 2) + pair, mask=i < E, other=0.0)
@@ -136,12 +137,8 @@ def _decode_attention(  # type: ignore[no-untyped-def]
             v_at = (k_start + G * E)[:, None] + i[None, :]
             value = tl.load(qkv_ptr + v_at, mask=(i < E)[None, :], other=0.0).to(tl.float32)
             slot = tl.load(slots_ptr + t) + tl.zeros([1], tl.int64)
-            key = store_vectors(
-                keys_ptr, key_scales_ptr, key, slot, g, one, G, E, BLOCK_SIZE, STORAGE
-            )
-            value = store_vectors(
-                values_ptr, value_scales_ptr, value, slot, g, one, G, E, BLOCK_SIZE, STORAGE
-            )
+            key = store_vectors(keys_ptr, key_scales_ptr, key, slot, g, one, CACHE)
+            value = store_vectors(values_ptr, value_scales_ptr, value, slot, g, one, CACHE)
             m = in_log2(tl.sum(q.to(tl.float32) * key, axis=1), scale, SOFTCAP)
             total += 1.0
             acc += value
@@ -154,8 +151,8 @@ def _decode_attention(  # type: ignore[no-untyped-def]
                 m = top
         m, total, acc = attend_run(
             q, None, m, total, acc, keys_ptr, key_scales_ptr, values_ptr, value_scales_ptr,
-            table_ptr, block, g, first, position, begin, behind, scale, G, E, E, BLOCK_SIZE,
-            STORAGE, NATIVE_FP8, SOFTCAP, BLOCK_E, 1, TILE,
+            table_ptr, block, g, first, position, begin, behind, scale, E, CACHE, SOFTCAP, BLOCK_E,
+            1, TILE,
         )  # fmt: skip
         if counters_ptr is None:  # there is one split
             store_partials(acc_ptr, m_ptr, l_ptr, out_ptr, m, total, acc, at, inside, E, BLOCK_E)
@@ -208,7 +205,7 @@ def decode_attention(
     kv_heads, head_dim = kv.shape[2], form.value_dim
     assert block_tables.is_contiguous()
     group = features // head_dim // kv_heads - 2
-    views = cache_views(kv, head_dim, batch.block_size, form.storage)
+    views, cache = cache_views(kv, head_dim, batch.block_size, form.storage)
     tile = tile or choose_tile(group, head_dim, head_dim, views.keys.element_size())
     splits = partials.m.shape[2]
     near = 0
@@ -232,8 +229,7 @@ def decode_attention(
         *partials, counters, attended_TN, next_weight if near else None,
         block_tables.shape[1], form.window or NO_WINDOW, rotation.eps, form.scale, near, share,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
-        GROUP=group, G=kv_heads, E=head_dim, BLOCK_SIZE=batch.block_size, STORAGE=form.storage,
-        NATIVE_FP8=fp8_is_native(), SOFTCAP=form.softcap, CHUNK=form.chunk, **rotation.constants,
+        GROUP=group, CACHE=cache, SOFTCAP=form.softcap, CHUNK=form.chunk, **rotation.constants,
         BLOCK_E=padded(head_dim), HEADS=max(tile.heads, triton.next_power_of_2(group)),
         TILE=tile.positions, COMBINED=combined,
     )  # fmt: skip
@@ -263,10 +259,9 @@ def _decode_ready_attention(  # type: ignore[no-untyped-def]
     q_ptr, keys_ptr, key_scales_ptr, values_ptr, value_scales_ptr, sinks_ptr, tables_ptr,
     token_rows_ptr, positions_ptr, acc_ptr, m_ptr, l_ptr, out_ptr, q_stride_T, q_stride_H,
     table_stride, window, scale,
-    GROUP: tl.constexpr, G: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, STORAGE: tl.constexpr, NATIVE_FP8: tl.constexpr,
-    SOFTCAP: tl.constexpr, CHUNK: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_REST: tl.constexpr,
-    HEADS: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
+    GROUP: tl.constexpr, V: tl.constexpr, CACHE: tl.constexpr, SOFTCAP: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_REST: tl.constexpr, HEADS: tl.constexpr,
+    TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (g and a tile of its heads, s, t): row t, split s; all keys are written."""
     HEAD_TILES: tl.constexpr = (GROUP + HEADS - 1) // HEADS
@@ -279,21 +274,21 @@ def _decode_ready_attention(  # type: ignore[no-untyped-def]
     begin, behind, _ = split_tiles(first, position + 1, split, splits, TILE)
     h = (tl.program_id(0) % HEAD_TILES) * HEADS + tl.arange(0, HEADS)
     inside = h < GROUP
-    at = ((t.to(tl.int64) * (G * GROUP) + g * GROUP + h) * splits) + split
+    at = ((t.to(tl.int64) * (CACHE.heads * GROUP) + g * GROUP + h) * splits) + split
     m = tl.full([HEADS], float("-inf"), tl.float32)
     if begin == behind:
         tl.store(m_ptr + at, m, mask=inside)
         tl.store(l_ptr + at, tl.zeros([HEADS], tl.float32), mask=inside)
     else:
         table_ptr = tables_ptr + tl.load(token_rows_ptr + t) * table_stride
-        block = table_entries(table_ptr, first, position + 1, begin, BLOCK_SIZE, TILE)
+        block = table_entries(table_ptr, first, position + 1, begin, CACHE.block_size, TILE)
         i = tl.arange(0, BLOCK_V)
         rest = tl.arange(0, BLOCK_REST)
         q_at = q_ptr + t.to(tl.int64) * q_stride_T + (g * GROUP + h)[:, None] * q_stride_H
         q = tl.load(q_at + i[None, :], mask=inside[:, None] & (i < V)[None, :], other=0.0)
         q_rest = None
         if values_ptr is None:
-            mask = inside[:, None] & (V + rest < D)[None, :]
+            mask = inside[:, None] & (V + rest < CACHE.width)[None, :]
             q_rest = tl.load(q_at + V + rest[None, :], mask=mask, other=0.0)
         total = tl.zeros([HEADS], tl.float32)
         if sinks_ptr is not None:
@@ -303,8 +298,7 @@ def _decode_ready_attention(  # type: ignore[no-untyped-def]
         m, total, acc = attend_run(
             q, q_rest, m, total, tl.zeros([HEADS, BLOCK_V], tl.float32),
             keys_ptr, key_scales_ptr, values_ptr, value_scales_ptr, table_ptr, block, g,
-            first, position + 1, begin, behind, scale, G, D, V, BLOCK_SIZE, STORAGE, NATIVE_FP8,
-            SOFTCAP, BLOCK_V, BLOCK_REST, TILE,
+            first, position + 1, begin, behind, scale, V, CACHE, SOFTCAP, BLOCK_V, BLOCK_REST, TILE,
         )  # fmt: skip
         store_partials(acc_ptr, m_ptr, l_ptr, out_ptr, m, total, acc, at, inside, V, BLOCK_V)
 
@@ -324,19 +318,18 @@ def decode_ready_attention(
     tokens, heads, head_dim = q_THD.shape
     kv_heads, value_dim = kv.shape[2], form.value_dim
     group = heads // kv_heads
+    views, cache = cache_views(kv, head_dim, batch.block_size, form.storage)
     partials = new_partials(tokens, heads, splits, value_dim, q_THD.device)
     out = q_THD.new_empty(tokens, heads, value_dim)
     call_kernel(
         _decode_ready_attention, (kv_heads * triton.cdiv(group, tile.heads), splits, tokens),
-        q_THD, *cache_views(kv, head_dim, batch.block_size, form.storage), form.sinks, block_tables,
-        batch.token_rows, batch.positions, *partials, out if splits == 1 else None,
-        q_THD.stride(0), q_THD.stride(1), block_tables.stride(0), form.window or NO_WINDOW,
-        form.scale,
+        q_THD, *views, form.sinks, block_tables, batch.token_rows, batch.positions, *partials,
+        out if splits == 1 else None, q_THD.stride(0), q_THD.stride(1), block_tables.stride(0),
+        form.window or NO_WINDOW, form.scale,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
-        GROUP=group, G=kv_heads, D=head_dim, V=value_dim, BLOCK_SIZE=batch.block_size,
-        STORAGE=form.storage, NATIVE_FP8=fp8_is_native(), SOFTCAP=form.softcap,
-        CHUNK=form.chunk, BLOCK_V=padded(value_dim), BLOCK_REST=padded(head_dim - value_dim),
-        HEADS=tile.heads, TILE=tile.positions,
+        GROUP=group, V=value_dim, CACHE=cache, SOFTCAP=form.softcap, CHUNK=form.chunk,
+        BLOCK_V=padded(value_dim), BLOCK_REST=padded(head_dim - value_dim), HEADS=tile.heads,
+        TILE=tile.positions,
     )  # fmt: skip
     if splits > 1:
         combine_splits(partials, out)

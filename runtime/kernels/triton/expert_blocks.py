@@ -31,8 +31,8 @@ from ..weights.stored import FP8_BLOCK
 from .expert_routing import Routed
 from .kernel_calls import call_kernel, let_dependents_start, wait_for_inputs
 from .linear import LinearConfig
-from .quantised import as_operand, decoded_tile, is_grouped, kernel_weight, load_levels
-from .rowwise import activate, activation_constants, scaled
+from .quantised import as_operand, decoded_tile, kernel_weight, load_levels
+from .rowwise import Gating, activate, scaled
 
 _MOST_ROWS = 128
 """Pairs of a block at most."""
@@ -157,7 +157,7 @@ def _product(
     transposed: bool = False,
 ) -> None:
     """Call the product of blocks; with an activation x are tokens, else pairs."""
-    weight, storage = kernel_weight(linear)
+    weight, form = kernel_weight(linear)
     pairs, n = out_NF.shape
     block_n = config.block_n // (1 if act is None else 2)
     call_kernel(
@@ -167,7 +167,7 @@ def _product(
         num_warps=config.num_warps, K=x.shape[-1],
         ROWS=blocks.pairs.shape[0] // blocks.experts.shape[0], BLOCK_N=block_n,
         BLOCK_K=config.block_k, STAGES=config.stages, PER_TOKEN=per_token, TOTAL=total,
-        TRANSPOSED=transposed, GATED=act is not None, **activation_constants(act), **storage,
+        TRANSPOSED=transposed, GATING=Gating.of(act), FORM=form,
     )  # fmt: skip
 
 
@@ -214,23 +214,21 @@ def product_of_blocks(  # type: ignore[no-untyped-def]
     x_ptr, w_ptr, scale_ptr, bias_ptr, pairs_ptr, block_experts_ptr, input_weights_ptr,
     output_weights_ptr, out_ptr, PAIRS, N,
     K: tl.constexpr, PER_TOKEN: tl.constexpr, TOTAL: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, STORAGE: tl.constexpr,
-    NATIVE_FP8: tl.constexpr, SCALE_BLOCKS: tl.constexpr, GROUP: tl.constexpr,
-    MINIMUMS: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, TRANSPOSED: tl.constexpr,
-    LIMIT: tl.constexpr, ALPHA: tl.constexpr, UP_OFFSET: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, TRANSPOSED: tl.constexpr,
+    GATING: tl.constexpr, FORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (block, i): `BLOCK_N` output features of the pairs of a block.
 
     The weight is the left operand: tensor cores take 64 of its rows at a time, and as few as 8 rows
-    of the input. A `GATED` product has tokens as inputs and an activation as its result, the other
-    one has pairs. A weight is `[N, K]`, or `[K, N]` if `TRANSPOSED`.
+    of the input. A product with `GATING` has tokens as inputs and an activation as its result, the
+    other one has pairs. A weight is `[N, K]`, or `[K, N]` if `TRANSPOSED`.
     """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
+    GATED: tl.constexpr = GATING is not None
     HALVES: tl.constexpr = 2 if GATED else 1
     R: tl.constexpr = BLOCK_N * HALVES
-    GROUPED: tl.constexpr = is_grouped(STORAGE, GROUP, MINIMUMS)
     let_dependents_start(PDL)
-    levels = load_levels(w_ptr, K, STORAGE)
+    levels = load_levels(w_ptr, K, FORM)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, R) // HALVES
     row = tl.minimum(n, N - 1) + tl.arange(0, R) % HALVES * N
     wait_for_inputs(PDL)
@@ -255,31 +253,28 @@ def product_of_blocks(  # type: ignore[no-untyped-def]
         x = tl.load(x_rows + k[:, None], mask=(k < K)[:, None], other=0.0)
         if input_weights_ptr is not None:
             x = (x.to(tl.float32) * factors).to(dtype)
-        if GROUPED:
-            w = decoded_tile(
-                w_ptr, scale_ptr, levels, rows, start, K, BLOCK_K, STORAGE, NATIVE_FP8,
-                SCALE_BLOCKS, GROUP, MINIMUMS,
-            ).to(dtype)  # fmt: skip
+        if FORM.is_grouped:
+            w = decoded_tile(w_ptr, scale_ptr, levels, rows, start, K, BLOCK_K, FORM).to(dtype)
         else:
             columns = k.to(tl.int64) * N if TRANSPOSED else k
             mask = (k < K)[None, :]
             if TRANSPOSED:
                 mask &= (n < N)[:, None]
             w = tl.load(w_rows + columns[None, :], mask=mask, other=0)
-            w = as_operand(w, STORAGE, NATIVE_FP8, dtype)
-        if SCALE_BLOCKS and not GROUPED:
-            scales = tl.load(scale_ptr + rows * SCALE_BLOCKS + start // 128)
+            w = as_operand(w, FORM, dtype)
+        if FORM.groups and not FORM.is_grouped:
+            scales = tl.load(scale_ptr + rows * FORM.groups + start // 128)
             sums += tl.dot(w, x, input_precision="ieee") * scales[:, None]
         else:
             sums = tl.dot(w, x, sums, input_precision="ieee")
-    if scale_ptr is not None and not SCALE_BLOCKS:
+    if scale_ptr is not None and not FORM.groups:
         sums *= tl.load(scale_ptr + rows)[:, None]
     if bias_ptr is not None:
         sums += tl.load(bias_ptr + rows).to(tl.float32)[:, None]
     stored_n = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
     if GATED:
         gate, up = tl.split(tl.permute(tl.reshape(sums, [BLOCK_N, 2, ROWS]), [0, 2, 1]))
-        out = activate(gate, up, GELU, dtype, LIMIT, ALPHA, UP_OFFSET).to(dtype)
+        out = activate(gate, up, GATING, dtype).to(dtype)
     else:
         out = sums
         if output_weights_ptr is not None:

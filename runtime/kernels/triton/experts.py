@@ -43,8 +43,8 @@ from .kernel_calls import (
     wait_for_inputs,
 )
 from .linear import EXPERT_PRODUCTS, FEW_ROWS, LinearConfig, code_bits
-from .quantised import as_numbers, decoded_tile, is_grouped, kernel_weight, load_levels
-from .rowwise import activate, activation_constants, scaled
+from .quantised import as_numbers, decoded_tile, kernel_weight, load_levels
+from .rowwise import Gating, activate, scaled
 from .tuning import Product, TuningKey, lookup, tuning_key
 
 _IN_FLIGHT = 40 << 10
@@ -105,7 +105,7 @@ def experts(
         return
     (tokens, hidden), features, per_token = x_TD.shape, op.activate.features, op.per_token
     inner_TKF = x_TD.new_empty(tokens, per_token, features)
-    gate_up, storage = kernel_weight(tensors.gate_up)
+    gate_up, form = kernel_weight(tensors.gate_up)
     config, block_f = configs[0], configs[0].block_n // 2
     shape = {"PER_TOKEN": per_token, "TOTAL": op.total, "SCALED_INPUTS": op.scaled_inputs}
     call_kernel(
@@ -113,9 +113,9 @@ def experts(
         x_TD, gate_up, tensors.gate_up.scales, tensors.gate_up.bias, routed.experts,
         routed.weights, inner_TKF, features,
         num_warps=config.num_warps, K=hidden, BLOCK_N=block_f, BLOCK_K=config.block_k,
-        STAGES=config.stages, **shape, **activation_constants(op.activate), **storage,
+        STAGES=config.stages, **shape, GATING=Gating.of(op.activate), FORM=form,
     )  # fmt: skip
-    down, storage = kernel_weight(tensors.down)
+    down, form = kernel_weight(tensors.down)
     config = configs[1]
     call_kernel(
         down_kernel, (tokens, triton.cdiv(hidden, config.block_n)),
@@ -123,7 +123,7 @@ def experts(
         residual_TD, out_TD, hidden,
         num_warps=config.num_warps, K=features, PLACES=triton.next_power_of_2(per_token),
         BLOCK_N=config.block_n, BLOCK_K=config.block_k, STAGES=config.stages, SCALE=scale,
-        **shape, **storage,
+        **shape, FORM=form,
     )  # fmt: skip
 
 
@@ -263,17 +263,14 @@ def _around(default: LinearConfig, scale_blocks: bool) -> Iterator[LinearConfig]
 def gate_up_kernel(  # type: ignore[no-untyped-def]
     x_ptr, w_ptr, scale_ptr, bias_ptr, experts_ptr, weights_ptr, out_ptr, N,
     K: tl.constexpr, PER_TOKEN: tl.constexpr, TOTAL: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, STAGES: tl.constexpr, STORAGE: tl.constexpr, NATIVE_FP8: tl.constexpr,
-    SCALE_BLOCKS: tl.constexpr, GROUP: tl.constexpr, MINIMUMS: tl.constexpr,
-    SCALED_INPUTS: tl.constexpr, GELU: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
-    UP_OFFSET: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_K: tl.constexpr, STAGES: tl.constexpr, SCALED_INPUTS: tl.constexpr,
+    GATING: tl.constexpr, FORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (pair, i): `BLOCK_N` features of the activation of a token's expert."""
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     R: tl.constexpr = 2 * BLOCK_N
-    GROUPED: tl.constexpr = is_grouped(STORAGE, GROUP, MINIMUMS)
     let_dependents_start(PDL)
-    levels = load_levels(w_ptr, K, STORAGE)
+    levels = load_levels(w_ptr, K, FORM)
     pair = tl.program_id(0)
     # Of gate and up the rows of the same features, in turn.
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, R) // 2
@@ -293,25 +290,22 @@ def gate_up_kernel(  # type: ignore[no-untyped-def]
         x = tl.load(x_row + k, mask=k < K, other=0.0).to(tl.float32)
         if SCALED_INPUTS:
             x = (x * factor).to(dtype).to(tl.float32)
-        if GROUPED:
-            w = decoded_tile(
-                w_ptr, scale_ptr, levels, rows, start, K, BLOCK_K, STORAGE, NATIVE_FP8,
-                SCALE_BLOCKS, GROUP, MINIMUMS,
-            )  # fmt: skip
+        if FORM.is_grouped:
+            w = decoded_tile(w_ptr, scale_ptr, levels, rows, start, K, BLOCK_K, FORM)
         else:
             w = tl.load(w_ptr + rows[:, None] * K + k[None, :], mask=(k < K)[None, :], other=0)
-            w = as_numbers(w, STORAGE, NATIVE_FP8)
+            w = as_numbers(w, FORM)
         products = w * x[None, :]
-        if SCALE_BLOCKS and not GROUPED:
-            products *= tl.load(scale_ptr + rows * SCALE_BLOCKS + start // 128)[:, None]
+        if FORM.groups and not FORM.is_grouped:
+            products *= tl.load(scale_ptr + rows * FORM.groups + start // 128)[:, None]
         sums += products
     out = tl.sum(sums, axis=1)
-    if scale_ptr is not None and not SCALE_BLOCKS:
+    if scale_ptr is not None and not FORM.groups:
         out *= tl.load(scale_ptr + rows)
     if bias_ptr is not None:
         out += tl.load(bias_ptr + rows).to(tl.float32)
     gate, up = tl.split(tl.reshape(out, [BLOCK_N, 2]))
-    out = activate(gate, up, GELU, dtype, LIMIT, ALPHA, UP_OFFSET).to(dtype)
+    out = activate(gate, up, GATING, dtype).to(dtype)
     stored_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     tl.store(out_ptr + pair.to(tl.int64) * N + stored_n, out, mask=stored_n < N)
 
@@ -320,9 +314,8 @@ def gate_up_kernel(  # type: ignore[no-untyped-def]
 def down_kernel(  # type: ignore[no-untyped-def]
     x_ptr, w_ptr, scale_ptr, bias_ptr, experts_ptr, weights_ptr, residual_ptr, out_ptr, N,
     K: tl.constexpr, PER_TOKEN: tl.constexpr, PLACES: tl.constexpr, TOTAL: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, STORAGE: tl.constexpr,
-    NATIVE_FP8: tl.constexpr, SCALE_BLOCKS: tl.constexpr, GROUP: tl.constexpr,
-    MINIMUMS: tl.constexpr, SCALED_INPUTS: tl.constexpr, SCALE: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    SCALED_INPUTS: tl.constexpr, SCALE: tl.constexpr, FORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (t, i): `BLOCK_N` output features of token t, summed over its experts.
 
@@ -331,9 +324,8 @@ def down_kernel(  # type: ignore[no-untyped-def]
     """
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    GROUPED: tl.constexpr = is_grouped(STORAGE, GROUP, MINIMUMS)
     let_dependents_start(PDL)
-    levels = load_levels(w_ptr, K, STORAGE)
+    levels = load_levels(w_ptr, K, FORM)
     t = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.minimum(n, N - 1)
@@ -361,20 +353,17 @@ def down_kernel(  # type: ignore[no-untyped-def]
         k = start + tl.arange(0, BLOCK_K)
         rows = tl.sum(tl.where(places == place, experts, 0), axis=0).to(tl.int64) * N + row
         x = tl.load(x_ptr + (first + place) * K + k, mask=k < K, other=0.0).to(tl.float32)
-        if GROUPED:
-            w = decoded_tile(
-                w_ptr, scale_ptr, levels, rows, start, K, BLOCK_K, STORAGE, NATIVE_FP8,
-                SCALE_BLOCKS, GROUP, MINIMUMS,
-            )  # fmt: skip
+        if FORM.is_grouped:
+            w = decoded_tile(w_ptr, scale_ptr, levels, rows, start, K, BLOCK_K, FORM)
         else:
             w = tl.load(w_ptr + rows[:, None] * K + k[None, :], mask=(k < K)[None, :], other=0)
-            w = as_numbers(w, STORAGE, NATIVE_FP8)
+            w = as_numbers(w, FORM)
         if not SCALED_INPUTS:
             x *= tl.sum(tl.where(places == place, factors, 0.0), axis=0)
         products = w * x[None, :]
-        if SCALE_BLOCKS and not GROUPED:
-            products *= tl.load(scale_ptr + rows * SCALE_BLOCKS + start // 128)[:, None]
-        elif scale_ptr is not None and not SCALE_BLOCKS:
+        if FORM.groups and not FORM.is_grouped:
+            products *= tl.load(scale_ptr + rows * FORM.groups + start // 128)[:, None]
+        elif scale_ptr is not None and not FORM.groups:
             products *= tl.load(scale_ptr + rows)[:, None]
         sums += products
     out = scaled(tl.sum(sums, axis=1) + bias, SCALE, dtype).to(dtype)

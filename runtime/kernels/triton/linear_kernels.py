@@ -63,15 +63,14 @@ from .quantised import (
     as_numbers,
     as_operand,
     decoded_tile,
-    is_grouped,
     kernel_weight,
     load_groups,
     load_levels,
 )
 from .rowwise import (
+    Gating,
     activate,
     activate_rows,
-    activation_constants,
     input_tile,
     load_tile,
     norm_arguments,
@@ -98,10 +97,9 @@ def linear_of_few_rows(  # type: ignore[no-untyped-def]
     x_ptr, delta_ptr, post_ptr, x_out_ptr, norm_ptr, w_ptr, scale_ptr, bias_ptr, residual_ptr,
     out_ptr, T, N, eps, post_eps, K: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, V: tl.constexpr, STATISTICS: tl.constexpr,
-    WORD: tl.constexpr, STORAGE: tl.constexpr, NATIVE_FP8: tl.constexpr, SCALE_BLOCKS: tl.constexpr,
-    GROUP: tl.constexpr, MINIMUMS: tl.constexpr, OFFSET: tl.constexpr, POST_OFFSET: tl.constexpr,
-    GATED: tl.constexpr, GELU: tl.constexpr, SCALE: tl.constexpr, ROW_BYTES: tl.constexpr,
-    PREFETCH: tl.constexpr, NAME: tl.constexpr, PDL: tl.constexpr,
+    WORD: tl.constexpr, FORM: tl.constexpr, OFFSET: tl.constexpr, POST_OFFSET: tl.constexpr,
+    GATING: tl.constexpr, SCALE: tl.constexpr, ROW_BYTES: tl.constexpr, PREFETCH: tl.constexpr,
+    NAME: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Up to `ROWS` rows, one after the other over each tile: `[BLOCK_K / V, R, V]`.
 
@@ -111,7 +109,7 @@ def linear_of_few_rows(  # type: ignore[no-untyped-def]
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     EVEN: tl.constexpr = K % BLOCK_K == 0
     NORM: tl.constexpr = norm_ptr is not None
-    HALVES: tl.constexpr = 2 if GATED else 1
+    HALVES: tl.constexpr = 1 if GATING is None else 2
     R: tl.constexpr = BLOCK_N * HALVES
     TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     let_dependents_start(PDL)
@@ -122,20 +120,20 @@ def linear_of_few_rows(  # type: ignore[no-untyped-def]
     group = tl.arange(0, BLOCK_K // V)[:, None]
     k = group * V + tl.arange(0, V)[None, :]
     word = (group * (V // WORD) + tl.arange(0, V // WORD)[None, :])[:, None, :]
-    STRIDE: tl.constexpr = K // 8 + 4 if STORAGE == "codes" else K // WORD
+    STRIDE: tl.constexpr = K // 8 + 4 if FORM.storage == "codes" else K // WORD
     w_rows = w_ptr + weight_n.to(tl.int64)[None, :, None] * STRIDE + word
-    levels = load_levels(w_ptr, K, STORAGE)
+    levels = load_levels(w_ptr, K, FORM)
     weights = (w_rows, word, norm_ptr, k, scale_ptr, weight_n[None, :], group * V)
-    stage = _load_stage(weights, 0, K, WORD, EVEN, SCALE_BLOCKS, GROUP, MINIMUMS)
+    stage = _load_stage(weights, 0, K, WORD, EVEN, FORM)
     if PREFETCH:  # rows, of gate and up of each
         first = tl.program_id(0) * BLOCK_N
         here = tl.minimum(N - first, PREFETCH)
         prefetch(w_ptr.to(tl.int64) + first.to(tl.int64) * ROW_BYTES, here * ROW_BYTES, PDL)
-        if GATED:
+        if GATING is not None:
             up = w_ptr.to(tl.int64) + (N + first).to(tl.int64) * ROW_BYTES
             prefetch(up, here * ROW_BYTES, PDL)
     channel_scales = 1.0
-    if scale_ptr is not None and not SCALE_BLOCKS:
+    if scale_ptr is not None and not FORM.groups:
         channel_scales = tl.load(scale_ptr + weight_n)
     bias = 0.0
     if bias_ptr is not None:
@@ -167,33 +165,29 @@ def linear_of_few_rows(  # type: ignore[no-untyped-def]
     for start in range(0, PAIRS, 2 * BLOCK_K):
         for step in tl.static_range(2):
             here = start + step * BLOCK_K
-            following = _load_stage(
-                weights, here + BLOCK_K, K, WORD, EVEN, SCALE_BLOCKS, GROUP, MINIMUMS
-            )
+            following = _load_stage(weights, here + BLOCK_K, K, WORD, EVEN, FORM)
             tl.debug_barrier()  # else the compiler moves the load after the products
             sums = _grown(
-                sums, stage, here, inputs, levels, K, ROWS, EVEN, NORM, OFFSET, POST_OFFSET,
-                STORAGE, NATIVE_FP8, SCALE_BLOCKS, MINIMUMS, dtype,
+                sums, stage, here, inputs, levels, K, ROWS, EVEN, NORM, OFFSET, POST_OFFSET, FORM,
+                dtype,
             )  # fmt: skip
             stage = following
     for here in tl.static_range(PAIRS, LAST, BLOCK_K):  # once for an even number of tiles
-        following = _load_stage(weights, LAST, K, WORD, EVEN, SCALE_BLOCKS, GROUP, MINIMUMS)
+        following = _load_stage(weights, LAST, K, WORD, EVEN, FORM)
         tl.debug_barrier()
         sums = _grown(
-            sums, stage, here, inputs, levels, K, ROWS, EVEN, NORM, OFFSET, POST_OFFSET,
-            STORAGE, NATIVE_FP8, SCALE_BLOCKS, MINIMUMS, dtype,
-        )  # fmt: skip
+            sums, stage, here, inputs, levels, K, ROWS, EVEN, NORM, OFFSET, POST_OFFSET, FORM, dtype
+        )
         stage = following
     sums = _grown(
-        sums, stage, LAST, inputs, levels, K, ROWS, EVEN, NORM, OFFSET, POST_OFFSET, STORAGE,
-        NATIVE_FP8, SCALE_BLOCKS, MINIMUMS, dtype,
-    )  # fmt: skip
+        sums, stage, LAST, inputs, levels, K, ROWS, EVEN, NORM, OFFSET, POST_OFFSET, FORM, dtype
+    )
 
     for row in tl.static_range(ROWS):
         out = tl.sum(sums[row], axis=0) * channel_scales + bias
-        if GATED:
+        if GATING is not None:
             gate, up = tl.split(tl.reshape(out, [BLOCK_N, 2]))
-            out = activate(gate, up, GELU, dtype)
+            out = activate(gate, up, GATING, dtype)
         elif residual_ptr is not None:
             out = residual[row] + scaled(out, SCALE, dtype).to(dtype).to(tl.float32)
         else:
@@ -211,8 +205,7 @@ def _appended(values, value):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _load_stage(  # type: ignore[no-untyped-def]
-    weights, start, K: tl.constexpr, WORD: tl.constexpr, EVEN: tl.constexpr,
-    SCALE_BLOCKS: tl.constexpr, GROUP: tl.constexpr, MINIMUMS: tl.constexpr,
+    weights, start, K: tl.constexpr, WORD: tl.constexpr, EVEN: tl.constexpr, FORM: tl.constexpr
 ):  # fmt: skip
     """Weights from feature `start` on, and the norm's weights, scales and minimums of blocks that
     go along.
@@ -230,24 +223,23 @@ def _load_stage(  # type: ignore[no-untyped-def]
     if norm_ptr is not None:
         norm = load_tile(norm_ptr + start + k, start + k < K, EVEN)
     groups = (0.0, 0.0)
-    if SCALE_BLOCKS:
+    if FORM.groups:
         at = start + block
-        groups = load_groups(scale_ptr, rows, at, at < K, EVEN, SCALE_BLOCKS, GROUP, MINIMUMS)
+        groups = load_groups(scale_ptr, rows, at, at < K, EVEN, FORM)
     return w, norm, groups
 
 
 @triton.jit
 def _grown(  # type: ignore[no-untyped-def]
     sums, stage, start, inputs, levels, K: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr,
-    NORM: tl.constexpr, OFFSET: tl.constexpr, POST_OFFSET: tl.constexpr, STORAGE: tl.constexpr,
-    NATIVE_FP8: tl.constexpr, SCALE_BLOCKS: tl.constexpr, MINIMUMS: tl.constexpr,
+    NORM: tl.constexpr, OFFSET: tl.constexpr, POST_OFFSET: tl.constexpr, FORM: tl.constexpr,
     dtype: tl.constexpr,
 ):  # fmt: skip
     """`sums` of all rows, and the products of their features from `start` on."""
     x_ptr, delta_ptr, post_ptr, T, k, reciprocal, post_reciprocal = inputs
     w, norm, groups = stage
     scales, minimums = groups
-    numbers = as_numbers(w, STORAGE, NATIVE_FP8, levels)
+    numbers = as_numbers(w, FORM, levels)
     grown = ()
     for row in tl.static_range(ROWS):
         x = input_tile(
@@ -255,9 +247,9 @@ def _grown(  # type: ignore[no-untyped-def]
             reciprocal[row], post_reciprocal[row], norm, K, EVEN, NORM, OFFSET, POST_OFFSET, dtype,
         )  # fmt: skip
         product = tl.sum(numbers * x[:, None, :], axis=2)
-        if SCALE_BLOCKS:
+        if FORM.groups:
             product = product * scales
-        if MINIMUMS:
+        if FORM.minimums:
             product -= minimums * tl.sum(x, axis=1)[:, None]
         grown = _appended(grown, sums[row] + product)
     return grown
@@ -328,18 +320,17 @@ def linear_product(
         elif scale != 1.0:
             torch.mul(product_TN, scale, out=out_TN)
         return
-    weight, storage = kernel_weight(linear)
-    grouped = is_grouped(*(storage[name] for name in ("STORAGE", "GROUP", "MINIMUMS")))
+    weight, form = kernel_weight(linear)
     if config is None:
         shape = (name, rows, n, k, out_TN.dtype, linear.weight.dtype, x_TK.device)
-        config = best_config(Product(*shape, grouped=grouped), pending=pending is not None)
+        config = best_config(Product(*shape, grouped=form.is_grouped), pending=pending is not None)
     row_count = row_class(rows)
     row_bytes = weight.shape[1] * weight.element_size()
     may_prefetch = row_bytes % 16 == 0 and is_aligned(weight)
     ahead = config.prefetch // (row_bytes * (2 if gated else 1)) if may_prefetch else 0
     word = 32 // code_bits(linear.weight.dtype)
-    vector = min(4 * word, config.block_k, storage["GROUP"])
-    if grouped:  # fewer of each thread before threads without any
+    vector = min(4 * word, config.block_k, form.group)
+    if form.is_grouped:  # fewer of each thread before threads without any
         tile = config.block_n * (2 if gated else 1) * config.block_k
         vector = min(vector, max(word, tile // (32 * config.num_warps)))
     if k % word or vector % word:
@@ -352,9 +343,9 @@ def linear_product(
         x_TK, *tensors, weight, linear.scales, linear.bias, residual_TN, out_TN, rows, n, *epsilons,
         num_warps=config.num_warps, K=k, ROWS=row_count, BLOCK_N=config.block_n,
         BLOCK_K=config.block_k, V=vector,
-        STATISTICS=min(triton.next_power_of_2(k), _STATISTICS // row_count), WORD=word,
-        GATED=gated, GELU=activation_constants(activate)["GELU"], SCALE=scale, ROW_BYTES=row_bytes,
-        PREFETCH=min(config.block_n, ahead), NAME=name, **constants, **storage,
+        STATISTICS=min(triton.next_power_of_2(k), _STATISTICS // row_count), WORD=word, FORM=form,
+        GATING=Gating.of(activate), SCALE=scale, ROW_BYTES=row_bytes,
+        PREFETCH=min(config.block_n, ahead), NAME=name, **constants,
     )  # fmt: skip
 
 
@@ -432,12 +423,12 @@ def _sizes(n: int, dtype: torch.dtype, multiprocessors: int) -> RowSizes:
 def tiled_product(x_TK: Tensor, linear: LinearTensors, out_TN: Tensor, sizes: RowSizes) -> None:
     """`out = linear(x)` in tiles of these sizes; of weights that are not quantised, `out` may have
     another dtype than `x`."""
-    (rows, n), (weight, storage) = out_TN.shape, kernel_weight(linear)
+    (rows, n), (weight, form) = out_TN.shape, kernel_weight(linear)
     call_kernel(
         product_of_any_rows, (triton.cdiv(rows, sizes.block_t), triton.cdiv(n, sizes.block_n)),
         x_TK, weight, linear.scales, linear.bias, out_TN, rows, n,
         num_warps=sizes.num_warps, K=x_TK.shape[1], BLOCK_T=sizes.block_t, BLOCK_N=sizes.block_n,
-        BLOCK_K=sizes.block_k, STAGES=sizes.stages, **storage,
+        BLOCK_K=sizes.block_k, STAGES=sizes.stages, FORM=form,
     )  # fmt: skip
 
 
@@ -445,8 +436,7 @@ def tiled_product(x_TK: Tensor, linear: LinearTensors, out_TN: Tensor, sizes: Ro
 def product_of_any_rows(  # type: ignore[no-untyped-def]
     x_ptr, w_ptr, scale_ptr, bias_ptr, out_ptr, T, N,
     K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr, STORAGE: tl.constexpr, NATIVE_FP8: tl.constexpr,
-    SCALE_BLOCKS: tl.constexpr, GROUP: tl.constexpr, MINIMUMS: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, FORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (i, j): `BLOCK_T` rows times `BLOCK_N` rows of the weight.
 
@@ -454,7 +444,6 @@ def product_of_any_rows(  # type: ignore[no-untyped-def]
     """
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     EVEN: tl.constexpr = K % BLOCK_K == 0
-    GROUPED: tl.constexpr = is_grouped(STORAGE, GROUP, MINIMUMS)
     let_dependents_start(PDL)
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -462,28 +451,27 @@ def product_of_any_rows(  # type: ignore[no-untyped-def]
     there = (t < T)[:, None]
     x_rows = x_ptr + t.to(tl.int64)[:, None] * K
     w_rows = w_ptr + weight_n.to(tl.int64)[None, :] * K
-    levels = load_levels(w_ptr, K, STORAGE)
+    levels = load_levels(w_ptr, K, FORM)
     wait_for_inputs(PDL)
     sums = tl.zeros([BLOCK_T, BLOCK_N], tl.float32)
     for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         k = start + tl.arange(0, BLOCK_K)
         x_mask = there if EVEN else there & (k < K)[None, :]
         x = tl.load(x_rows + k[None, :], mask=x_mask, other=0.0)
-        if GROUPED:
+        if FORM.is_grouped:
             w = decoded_tile(
-                w_ptr, scale_ptr, levels, weight_n.to(tl.int64), start, K, BLOCK_K, STORAGE,
-                NATIVE_FP8, SCALE_BLOCKS, GROUP, MINIMUMS,
-            )  # fmt: skip
+                w_ptr, scale_ptr, levels, weight_n.to(tl.int64), start, K, BLOCK_K, FORM
+            )
             w = tl.trans(w.to(dtype))
         else:
             w = load_tile(w_rows + k[:, None], (k < K)[:, None], EVEN)
-            w = as_operand(w, STORAGE, NATIVE_FP8, dtype)
-        if SCALE_BLOCKS and not GROUPED:
-            scales = tl.load(scale_ptr + weight_n * SCALE_BLOCKS + start // 128)
+            w = as_operand(w, FORM, dtype)
+        if FORM.groups and not FORM.is_grouped:
+            scales = tl.load(scale_ptr + weight_n * FORM.groups + start // 128)
             sums += tl.dot(x, w, input_precision="ieee") * scales[None, :]
         else:
             sums = tl.dot(x, w, sums, input_precision="ieee")
-    if scale_ptr is not None and not SCALE_BLOCKS:
+    if scale_ptr is not None and not FORM.groups:
         sums *= tl.load(scale_ptr + weight_n)[None, :]
     if bias_ptr is not None:
         sums += tl.load(bias_ptr + weight_n).to(tl.float32)[None, :]

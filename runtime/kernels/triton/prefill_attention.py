@@ -42,7 +42,6 @@ from .kernel_calls import (
 )
 from .quantised import (
     cache_views,
-    fp8_is_native,
     load_scales,
     load_vectors,
     scale_offset,
@@ -179,7 +178,7 @@ def prefill_attention(
         q_THD = q_THD.contiguous()
     out = q_THD.new_empty(t, h, e)
     assert form.scale > 0
-    views = cache_views(arena[place.position], d, batch.block_size, form.storage)
+    views, cache = cache_views(arena[place.position], d, batch.block_size, form.storage)
     block_tables = batch.block_tables[place.group]
     latent = views.values is None
     block_d, block_rest = _pieces(d)
@@ -201,10 +200,9 @@ def prefill_attention(
         q_THD, *views, form.sinks, block_tables, batch.token_rows, batch.positions, tiles, out,
         maxima, sums, partial, form.scale, q_THD.stride(0), q_THD.stride(1), block_tables.stride(0),
         parts,
-        num_warps=tiling.num_warps, num_stages=tiling.num_stages, G=g, GROUP=group, HEADS=heads,
-        D=d, E=e, BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n, BLOCK_D=block_d,
-        BLOCK_REST=block_rest, BLOCK_E=padded(e), BLOCK_SIZE=batch.block_size, WINDOW=form.window,
-        CHUNK=form.chunk, SOFTCAP=form.softcap, STORAGE=form.storage, NATIVE_FP8=fp8_is_native(),
+        num_warps=tiling.num_warps, num_stages=tiling.num_stages, GROUP=group, HEADS=heads, E=e,
+        BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n, BLOCK_D=block_d, BLOCK_REST=block_rest,
+        BLOCK_E=padded(e), CACHE=cache, WINDOW=form.window, CHUNK=form.chunk, SOFTCAP=form.softcap,
         LATENT=latent, SPLIT=tiling.split,
     )  # fmt: skip
     if len(grid) == 3 and grid[2] > 1:
@@ -231,11 +229,10 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     q_ptr, keys_ptr, key_scales_ptr, values_ptr, value_scales_ptr, sinks_ptr,
     block_tables_ptr, token_rows_ptr, positions_ptr, tiles_ptr, out_ptr,
     m_ptr, l_ptr, acc_ptr, scale, q_token_stride, q_head_stride, table_stride, parts,
-    G: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_REST: tl.constexpr,
-    BLOCK_E: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
-    SOFTCAP: tl.constexpr, STORAGE: tl.constexpr, NATIVE_FP8: tl.constexpr, LATENT: tl.constexpr,
-    SPLIT: tl.constexpr, PDL: tl.constexpr,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, E: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_E: tl.constexpr,
+    CACHE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr,
+    LATENT: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, kv head and tile of its query heads); later tiles, which see more, first.
 
@@ -243,6 +240,9 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     """
     wait_for_inputs(PDL)
     let_dependents_start(PDL)
+    G: tl.constexpr = CACHE.heads
+    D: tl.constexpr = CACHE.width
+    BLOCK_SIZE: tl.constexpr = CACHE.block_size
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     first_token = tl.load(tiles_ptr + tile)
@@ -275,7 +275,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     # Scores are in units of log2 once they are multiplied by `unit`. The running maximum begins at
     # a number far below all scores: what is subtracted is finite while nothing is seen.
     # A value's scale goes to its weight, for which bfloat16 has room and float16 has not.
-    QUANTISED: tl.constexpr = STORAGE != "model"
+    QUANTISED: tl.constexpr = CACHE.storage != "model"
     WIDE: tl.constexpr = QUANTISED and dtype == tl.float16
     weight_dtype: tl.constexpr = tl.bfloat16 if WIDE else dtype
     PLAIN: tl.constexpr = SOFTCAP == 0.0 and not QUANTISED
@@ -341,15 +341,15 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
             else:
                 block = tl.load(table_ptr + n // BLOCK_SIZE, mask=stored, other=0)
             place = n % BLOCK_SIZE
-            at = vector_offset(block, kv_head, place, G, D, BLOCK_SIZE, STORAGE)
+            at = vector_offset(block, kv_head, place, CACHE)
 
-            k = load_vectors(keys_ptr, at, d, stored, D, dtype, STORAGE, NATIVE_FP8)
+            k = load_vectors(keys_ptr, at, d, stored, D, dtype, CACHE)
             scores = tl.dot(q, tl.trans(k), input_precision="ieee")
             if BLOCK_REST:
-                k_rest = load_vectors(keys_ptr, at, rest, stored, D, dtype, STORAGE, NATIVE_FP8)
+                k_rest = load_vectors(keys_ptr, at, rest, stored, D, dtype, CACHE)
                 scores = tl.dot(q_rest, tl.trans(k_rest), scores, input_precision="ieee")
             if QUANTISED:
-                scales_at = scale_offset(block, kv_head, place, G, D, BLOCK_SIZE)
+                scales_at = scale_offset(block, kv_head, place, CACHE)
                 key_scale = load_scales(key_scales_ptr, scales_at, stored)
                 scores *= key_scale[None, :]
             if not PLAIN:
@@ -370,7 +370,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
                 v = k.to(weight_dtype)
             else:
                 v_ptr = keys_ptr if LATENT else values_ptr
-                v = load_vectors(v_ptr, at, e, stored, E, weight_dtype, STORAGE, NATIVE_FP8)
+                v = load_vectors(v_ptr, at, e, stored, E, weight_dtype, CACHE)
             if QUANTISED:
                 if LATENT:
                     weights *= key_scale[None, :]

@@ -16,7 +16,7 @@ Of weights: N output features, K input features, R rows.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -32,6 +32,23 @@ from .rowwise import load_tile
 _NUMBERS = {"int8": torch.int8, "fp8": torch.uint8}
 
 
+class CacheForm(NamedTuple):
+    """How vectors are stored in blocks: a constant of kernels."""
+
+    heads: int
+    """G."""
+    width: int
+    """D, elements of a vector."""
+    block_size: int
+    storage: str
+    native_fp8: bool
+
+    @property
+    def stride(self) -> int:
+        """Numbers from one head of a block to the next; bytes where scales follow the vectors."""
+        return self.block_size * (self.width if self.storage == "model" else self.width + 2)
+
+
 class CacheViews(NamedTuple):
     """One layer's part of the arena as kernels take it; None: it does not exist."""
 
@@ -41,20 +58,23 @@ class CacheViews(NamedTuple):
     value_scales: Tensor | None
 
 
-def cache_views(kv: Tensor, head_dim: int, block_size: int, storage: str) -> CacheViews:
-    """Views of `arena[layer]`, `[sides, num_blocks, G, block_size, D]` or bytes.
+def cache_views(
+    kv: Tensor, head_dim: int, block_size: int, storage: str
+) -> tuple[CacheViews, CacheForm]:
+    """Views of `arena[layer]`, `[sides, num_blocks, G, block_size, D]` or bytes, and their form.
 
     Raises ValueError for quantised blocks whose scales stand at odd addresses.
     """
+    form = CacheForm(kv.shape[2], head_dim, block_size, storage, fp8_is_native())
     if storage == "model":
-        return CacheViews(kv[0], None, kv[1] if kv.shape[0] > 1 else None, None)
+        return CacheViews(kv[0], None, kv[1] if kv.shape[0] > 1 else None, None), form
     if head_dim * block_size % 2:
         raise ValueError(
             f"{storage} keys of {head_dim} elements in blocks of {block_size} have scales at odd "
             "addresses; kernels take an even head_dim or block size"
         )
     sides = [(side.view(_NUMBERS[storage]), side.view(torch.bfloat16)) for side in kv]
-    return CacheViews(*sides[0], *(sides[1] if len(sides) > 1 else (None, None)))
+    return CacheViews(*sides[0], *(sides[1] if len(sides) > 1 else (None, None))), form
 
 
 def fp8_is_native() -> bool:
@@ -63,40 +83,33 @@ def fp8_is_native() -> bool:
 
 
 @triton.jit
-def vector_offset(  # type: ignore[no-untyped-def]
-    block, head, place, G: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    STORAGE: tl.constexpr,
-):  # fmt: skip
+def vector_offset(block, head, place, CACHE: tl.constexpr):  # type: ignore[no-untyped-def]
     """First element of the vector at a place of a block, int64, in the view of numbers."""
-    stride: tl.constexpr = BLOCK_SIZE * D if STORAGE == "model" else BLOCK_SIZE * (D + 2)
-    return (block.to(tl.int64) * G + head) * stride + place * D
+    return (block.to(tl.int64) * CACHE.heads + head) * CACHE.stride + place * CACHE.width
 
 
 @triton.jit
-def scale_offset(  # type: ignore[no-untyped-def]
-    block, head, place, G: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr
-):  # fmt: skip
+def scale_offset(block, head, place, CACHE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Of its scale, in the view of scales."""
-    index = block.to(tl.int64) * G + head
-    return index * (BLOCK_SIZE * (D + 2) // 2) + (BLOCK_SIZE * D // 2) + place
+    index = block.to(tl.int64) * CACHE.heads + head
+    return index * (CACHE.stride // 2) + CACHE.block_size * CACHE.width // 2 + place
 
 
 @triton.jit
 def load_vectors(  # type: ignore[no-untyped-def]
-    numbers_ptr, at, i, stored, WIDTH: tl.constexpr, dtype: tl.constexpr, STORAGE: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
+    numbers_ptr, at, i, stored, WIDTH: tl.constexpr, dtype: tl.constexpr, CACHE: tl.constexpr
 ):  # fmt: skip
     """Elements `i`, below WIDTH, of the vectors [N] at `at`, as `dtype` (the model's); 0 where they
     are not `stored`, whatever the memory holds."""
     pointers = numbers_ptr + (at[:, None] + i[None, :])
     mask = stored[:, None] if i.shape[0] == WIDTH else stored[:, None] & (i < WIDTH)[None, :]
     # Everything in branches: what follows a branch that returns is compiled all the same.
-    if STORAGE == "model":
+    if CACHE.storage == "model":
         numbers = tl.load(pointers, mask=mask, other=0.0)
-    elif STORAGE == "int8":
+    elif CACHE.storage == "int8":
         numbers = tl.load(pointers, mask=mask, other=0).to(tl.float32)
     else:
-        numbers = decode_fp8(tl.load(pointers, mask=mask, other=0), NATIVE_FP8)
+        numbers = decode_fp8(tl.load(pointers, mask=mask, other=0), CACHE.native_fp8)
     return numbers.to(dtype)
 
 
@@ -145,72 +158,76 @@ def encode_int8(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def quantised(x, STORAGE: tl.constexpr):  # type: ignore[no-untyped-def]
+def quantised(x, CACHE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Numbers (int8, or uint8 for fp8) and scales `[N]` (bfloat16) of vectors `[N, D]`, as
     `kv_storage.quantise`; padding of D is zero."""
     x = x.to(tl.float32)
     # As integers NaN is above infinity and that above all numbers.
     largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1).to(tl.float32, bitcast=True)
-    exact = tl.div_rn(largest, 127.0 if STORAGE == "int8" else 448.0)
+    exact = tl.div_rn(largest, 127.0 if CACHE.storage == "int8" else 448.0)
     bits = exact.to(tl.int32, bitcast=True)
     upper = tl.where(bits > 0x7F800000, 0x7FC0, (bits + 0xFFFF) >> 16)
     scale = (upper << 16).to(tl.float32, bitcast=True)
     scaled = tl.div_rn(x, tl.where(scale == 0.0, 1.0, scale)[:, None] + tl.zeros_like(x))
-    numbers = encode_int8(scaled) if STORAGE == "int8" else encode_fp8(scaled)
+    numbers = encode_int8(scaled) if CACHE.storage == "int8" else encode_fp8(scaled)
     return numbers, upper.to(tl.int16).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
 def store_vectors(  # type: ignore[no-untyped-def]
-    numbers_ptr, scales_ptr, x, slots, head, mask,
-    G: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, STORAGE: tl.constexpr,
+    numbers_ptr, scales_ptr, x, slots, head, mask, CACHE: tl.constexpr
 ):  # fmt: skip
     """Write vectors `[N, D padded]` (zeros in the padding) to the slots `[N]` of a head, where
     `mask` `[N]` says so. Return them in float32 as they will be read."""
-    block, place = slots // BLOCK_SIZE, slots % BLOCK_SIZE
+    block, place = slots // CACHE.block_size, slots % CACHE.block_size
     d = tl.arange(0, x.shape[1])
-    offset = vector_offset(block, head, place, G, D, BLOCK_SIZE, STORAGE)
+    offset = vector_offset(block, head, place, CACHE)
     pointers = numbers_ptr + offset[:, None] + d[None, :]
-    inside = mask[:, None] & (d < D)[None, :]
-    if STORAGE == "model":
+    inside = mask[:, None] & (d < CACHE.width)[None, :]
+    if CACHE.storage == "model":
         stored = x.to(numbers_ptr.dtype.element_ty)
         tl.store(pointers, stored, mask=inside)
         stored = stored.to(tl.float32)
     else:
-        numbers, scale = quantised(x, STORAGE)
+        numbers, scale = quantised(x, CACHE)
         tl.store(pointers, numbers, mask=inside)
-        scale_at = scale_offset(block, head, place, G, D, BLOCK_SIZE)
-        tl.store(scales_ptr + scale_at, scale, mask=mask)
-        stored = numbers.to(tl.float32) if STORAGE == "int8" else decode_fp8(numbers, False)
+        tl.store(scales_ptr + scale_offset(block, head, place, CACHE), scale, mask=mask)
+        stored = numbers.to(tl.float32) if CACHE.storage == "int8" else decode_fp8(numbers, False)
         stored *= scale.to(tl.float32)[:, None]
     return stored
 
 
-def kernel_weight(linear: LinearTensors) -> tuple[Tensor, dict[str, Any]]:
-    """A weight as kernels take it (fp8 as its bits, codes in words of 8), and the constants that
-    describe it. `SCALE_BLOCKS` is 0 or the groups of a row."""
+class WeightForm(NamedTuple):
+    """How a weight is stored: a constant of kernels."""
+
+    storage: str
+    """One of `linear.STORAGES`."""
+    native_fp8: bool
+    groups: int
+    """Of a row; 0: a row has one scale or none."""
+    group: int
+    """Inputs of a group."""
+    minimums: bool
+
+    @property
+    def is_grouped(self) -> bool:
+        """Whether tiles are multiplied with their scales before a product, because they have
+        several groups, or minimums."""
+        return self.storage == "codes" or self.group < FP8_BLOCK or self.minimums
+
+
+def kernel_weight(linear: LinearTensors) -> tuple[Tensor, WeightForm]:
+    """A weight as kernels take it (fp8 as its bits, codes in words of 8), and its form."""
     weight, scales = linear.weight, linear.scales
     storage = STORAGES[weight.dtype]
-    blocks, group = 0, FP8_BLOCK
+    groups, group = 0, FP8_BLOCK
     if scales is not None and scales.dim() > 1:
-        blocks = scales.shape[-1]
-        group = group_size(in_features(weight), blocks)
-    constants = {
-        "STORAGE": storage,
-        "NATIVE_FP8": fp8_is_native(),
-        "SCALE_BLOCKS": blocks,
-        "GROUP": group,
-        "MINIMUMS": scales is not None and scales.dim() > 2,
-    }
+        groups = scales.shape[-1]
+        group = group_size(in_features(weight), groups)
+    minimums = scales is not None and scales.dim() > 2
     views = {"fp8": torch.uint8, "codes": torch.int32}
-    return (weight.view(views[storage]) if storage in views else weight), constants
-
-
-@triton.constexpr_function
-def is_grouped(STORAGE: str, GROUP: int, MINIMUMS: bool) -> bool:
-    """Whether tiles are multiplied with their scales before a product, because they have several
-    groups, or minimums."""
-    return STORAGE == "codes" or GROUP < 128 or MINIMUMS
+    stored = weight.view(views[storage]) if storage in views else weight
+    return stored, WeightForm(storage, fp8_is_native(), groups, group, minimums)
 
 
 _EMULATED = tl.constexpr(INTERPRETED)
@@ -234,10 +251,10 @@ def permuted_bytes(low, high, selector):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def load_levels(w_ptr, K: tl.constexpr, STORAGE: tl.constexpr):  # type: ignore[no-untyped-def]
+def load_levels(w_ptr, K: tl.constexpr, FORM: tl.constexpr):  # type: ignore[no-untyped-def]
     """The 16 bytes that 4-bit codes stand for, in words; they end the first row of the weight."""
     levels = (0, 0, 0, 0)
-    if STORAGE == "codes":
+    if FORM.storage == "codes":
         at = w_ptr + K // 8
         levels = (tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3))
     return levels
@@ -245,46 +262,40 @@ def load_levels(w_ptr, K: tl.constexpr, STORAGE: tl.constexpr):  # type: ignore[
 
 @triton.jit
 def load_groups(  # type: ignore[no-untyped-def]
-    scale_ptr, rows, k, mask, EVEN: tl.constexpr, SCALE_BLOCKS: tl.constexpr, GROUP: tl.constexpr,
-    MINIMUMS: tl.constexpr,
+    scale_ptr, rows, k, mask, EVEN: tl.constexpr, FORM: tl.constexpr
 ):  # fmt: skip
     """Scales and minimums of features `k` of rows, in float32; 0 where masked."""
-    at = scale_ptr + rows * (SCALE_BLOCKS * (2 if MINIMUMS else 1)) + k // GROUP
+    at = scale_ptr + rows * (FORM.groups * (2 if FORM.minimums else 1)) + k // FORM.group
     scales = load_tile(at, mask, EVEN).to(tl.float32)
     minimums = 0.0
-    if MINIMUMS:
-        minimums = load_tile(at + SCALE_BLOCKS, mask, EVEN).to(tl.float32)
+    if FORM.minimums:
+        minimums = load_tile(at + FORM.groups, mask, EVEN).to(tl.float32)
     return scales, minimums
 
 
 @triton.jit
 def decoded_tile(  # type: ignore[no-untyped-def]
     w_ptr, scale_ptr, levels, rows, start, K: tl.constexpr, BLOCK_K: tl.constexpr,
-    STORAGE: tl.constexpr, NATIVE_FP8: tl.constexpr, SCALE_BLOCKS: tl.constexpr,
-    GROUP: tl.constexpr, MINIMUMS: tl.constexpr,
+    FORM: tl.constexpr,
 ):  # fmt: skip
     """Weights of rows `[R]` in float32, `[R, BLOCK_K]` from feature `start` on, with their scales
     and minimums; 0 past the last feature."""
-    UNIT: tl.constexpr = GROUP if GROUP < BLOCK_K else BLOCK_K
-    WORD: tl.constexpr = 8 if STORAGE == "codes" else 1
+    UNIT: tl.constexpr = FORM.group if FORM.group < BLOCK_K else BLOCK_K
+    WORD: tl.constexpr = 8 if FORM.storage == "codes" else 1
     first = start + tl.arange(0, BLOCK_K // UNIT)[None, :] * UNIT
     k = first[:, :, None] + tl.arange(0, UNIT // WORD)[None, None, :] * WORD
-    STRIDE: tl.constexpr = K // 8 + 4 if STORAGE == "codes" else K
+    STRIDE: tl.constexpr = K // 8 + 4 if FORM.storage == "codes" else K
     at = w_ptr + rows[:, None, None] * STRIDE + k // WORD
-    numbers = as_numbers(tl.load(at, mask=k < K, other=0), STORAGE, NATIVE_FP8, levels)
-    scales, minimums = load_groups(
-        scale_ptr, rows[:, None], first, first < K, False, SCALE_BLOCKS, GROUP, MINIMUMS
-    )
+    numbers = as_numbers(tl.load(at, mask=k < K, other=0), FORM, levels)
+    scales, minimums = load_groups(scale_ptr, rows[:, None], first, first < K, False, FORM)
     numbers *= scales[:, :, None]
-    if MINIMUMS:
+    if FORM.minimums:
         numbers -= minimums[:, :, None]
     return tl.reshape(numbers, [rows.shape[0], BLOCK_K])
 
 
 @triton.jit
-def as_numbers(  # type: ignore[no-untyped-def]
-    tile, STORAGE: tl.constexpr, NATIVE_FP8: tl.constexpr, levels=None
-):
+def as_numbers(tile, FORM: tl.constexpr, levels=None):  # type: ignore[no-untyped-def]
     """Stored weights in float32, without their scales: of words, all that they hold.
 
     Words are int32 and hold the elements that stand in them in memory, the lowest bits first; a
@@ -293,34 +304,32 @@ def as_numbers(  # type: ignore[no-untyped-def]
     putting them there would wait for them. `levels` are of `load_levels`.
     """
     if tile.dtype == tl.int32:
-        if STORAGE == "float32":
+        if FORM.storage == "float32":
             numbers = tile.to(tl.float32, bitcast=True)
-        elif STORAGE == "bfloat16":
+        elif FORM.storage == "bfloat16":
             low = (tile << 16).to(tl.float32, bitcast=True)
             numbers = _interleaved(low, (tile & -65536).to(tl.float32, bitcast=True))
-        elif STORAGE == "float16":
+        elif FORM.storage == "float16":
             low = tile.to(tl.int16).to(tl.float16, bitcast=True)
             high = (tile >> 16).to(tl.int16).to(tl.float16, bitcast=True)
             numbers = _interleaved(low, high).to(tl.float32)
-        elif STORAGE == "codes":
+        elif FORM.storage == "codes":
             numbers = _level_numbers(tile, levels)
         else:
             even = _interleaved(tile, tile >> 16)
-            numbers = _byte_numbers(_interleaved(even, even >> 8).to(tl.uint8), STORAGE, NATIVE_FP8)
-    elif STORAGE == "fp8" or STORAGE == "int8":
-        numbers = _byte_numbers(tile.to(tl.uint8, bitcast=True), STORAGE, NATIVE_FP8)
+            numbers = _byte_numbers(_interleaved(even, even >> 8).to(tl.uint8), FORM)
+    elif FORM.storage == "fp8" or FORM.storage == "int8":
+        numbers = _byte_numbers(tile.to(tl.uint8, bitcast=True), FORM)
     else:
         numbers = tile.to(tl.float32)
     return numbers
 
 
 @triton.jit
-def as_operand(  # type: ignore[no-untyped-def]
-    tile, STORAGE: tl.constexpr, NATIVE_FP8: tl.constexpr, dtype: tl.constexpr
-):
+def as_operand(tile, FORM: tl.constexpr, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
     """Stored weights in the model's dtype, in which numbers of 8 bits are exact."""
-    if STORAGE == "int8" or STORAGE == "fp8":
-        operand = as_numbers(tile, STORAGE, NATIVE_FP8).to(dtype)
+    if FORM.storage == "int8" or FORM.storage == "fp8":
+        operand = as_numbers(tile, FORM).to(dtype)
     else:
         operand = tile
     return operand
@@ -361,10 +370,10 @@ def _biased(four, SELECTOR: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _byte_numbers(byte, STORAGE: tl.constexpr, NATIVE_FP8: tl.constexpr):  # type: ignore[no-untyped-def]
+def _byte_numbers(byte, FORM: tl.constexpr):  # type: ignore[no-untyped-def]
     """The numbers of bits (uint8) in float32."""
-    if STORAGE == "fp8":
-        numbers = decode_fp8(byte, NATIVE_FP8)
+    if FORM.storage == "fp8":
+        numbers = decode_fp8(byte, FORM.native_fp8)
     else:
         # Processors convert few integers a cycle. 2**23 + 128 + i has i + 128 as its lowest bits.
         bits = (byte ^ 0x80).to(tl.int32) | 0x4B000000

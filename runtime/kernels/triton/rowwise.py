@@ -6,7 +6,7 @@ of K, so it needs no masks.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -101,29 +101,44 @@ def row_statistics(  # type: ignore[no-untyped-def]
     return reciprocal, post_reciprocal
 
 
+class Gating(NamedTuple):
+    """A gated activation, with the traits of `Activate`: a constant of kernels."""
+
+    gelu: bool
+    limit: float
+    alpha: float
+    up_offset: float
+
+    @classmethod
+    def of(cls, act: Activate | None) -> Gating | None:
+        """Return an activation as kernels take it."""
+        if act is None:
+            return None
+        return cls(act.function == "gelu_tanh", act.limit, act.alpha, act.up_offset)
+
+
 @triton.jit
 def activate(  # type: ignore[no-untyped-def]
-    gate, up, GELU: tl.constexpr, dtype: tl.constexpr, LIMIT: tl.constexpr = 0.0,
-    ALPHA: tl.constexpr = 1.0, UP_OFFSET: tl.constexpr = 0.0,
+    gate, up, GATING: tl.constexpr, dtype: tl.constexpr
 ):  # fmt: skip
-    """`act(gate) * up` of float32 numbers, each result rounded to `dtype`, in float32.
-
-    The last three constants are traits of `Activate`.
-    """
+    """`act(gate) * up` of float32 numbers, each result rounded to `dtype`, in float32."""
+    LIMIT: tl.constexpr = GATING.limit
     gate = gate.to(dtype).to(tl.float32)
     up = up.to(dtype).to(tl.float32)
     if LIMIT > 0.0:  # NaN stays NaN
         gate = tl.where(gate > LIMIT, LIMIT, gate).to(dtype).to(tl.float32)
         up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
         up = up.to(dtype).to(tl.float32)
-    if UP_OFFSET != 0.0:
-        up = (up + UP_OFFSET).to(dtype).to(tl.float32)
-    if ALPHA != 1.0 and not GELU:
-        logit = (gate * ALPHA).to(dtype).to(tl.float32)
+    if GATING.up_offset != 0.0:
+        up = (up + GATING.up_offset).to(dtype).to(tl.float32)
+    if GATING.alpha != 1.0 and not GATING.gelu:
+        logit = (gate * GATING.alpha).to(dtype).to(tl.float32)
         active = gate * (1.0 / (1.0 + tl.exp(-logit))).to(dtype).to(tl.float32)
     else:
         # (1 + tanh(u)) / 2 is the logistic function of 2 u, u = sqrt(2 / pi) (x + 0.044715 x^3).
-        logit = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate) if GELU else gate
+        logit = gate
+        if GATING.gelu:
+            logit = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
         active = gate / (1.0 + tl.exp(-logit))
     return active.to(dtype).to(tl.float32) * up
 
@@ -206,19 +221,9 @@ def reference_norm_rows(
 _BLOCK_F = 1024
 
 
-def activation_constants(act: Activate | None) -> dict[str, Any]:
-    """Return a gated activation as kernels take it."""
-    gelu = act is not None and act.function == "gelu_tanh"
-    limit, alpha, up_offset = (
-        (0.0, 1.0, 0.0) if act is None else (act.limit, act.alpha, act.up_offset)
-    )
-    return {"GELU": gelu, "LIMIT": limit, "ALPHA": alpha, "UP_OFFSET": up_offset}
-
-
 @triton.jit
 def activation_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, out_ptr, F, BLOCK: tl.constexpr, GELU: tl.constexpr, LIMIT: tl.constexpr,
-    ALPHA: tl.constexpr, UP_OFFSET: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, out_ptr, F, BLOCK: tl.constexpr, GATING: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """A program makes `BLOCK` features of one row."""
     dtype: tl.constexpr = out_ptr.dtype.element_ty
@@ -228,7 +233,7 @@ def activation_kernel(  # type: ignore[no-untyped-def]
     wait_for_inputs(PDL)
     gate = tl.load(x_ptr + row * 2 * F + f, mask=f < F, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + row * 2 * F + F + f, mask=f < F, other=0.0).to(tl.float32)
-    out = activate(gate, up, GELU, dtype, LIMIT, ALPHA, UP_OFFSET)
+    out = activate(gate, up, GATING, dtype)
     tl.store(out_ptr + row * F + f, out.to(dtype), mask=f < F)
 
 
@@ -238,8 +243,10 @@ def activate_rows(gate_up_TF: Tensor, out_TF: Tensor, activate: Activate) -> Non
     Both contiguous; each result is rounded to their dtype, as `ops/activation.py` does.
     """
     rows, features = out_TF.shape
-    grid, constants = (rows, -(-features // _BLOCK_F)), activation_constants(activate)
-    call_kernel(activation_kernel, grid, gate_up_TF, out_TF, features, BLOCK=_BLOCK_F, **constants)
+    call_kernel(
+        activation_kernel, (rows, -(-features // _BLOCK_F)), gate_up_TF, out_TF, features,
+        BLOCK=_BLOCK_F, GATING=Gating.of(activate),
+    )  # fmt: skip
 
 
 def reference_activate_rows(gate_up_TF: Tensor, activate: Activate) -> Tensor:

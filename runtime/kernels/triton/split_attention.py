@@ -171,9 +171,8 @@ def attend_run(  # type: ignore[no-untyped-def]
     q, q_rest, m, total, acc,
     keys_ptr, key_scales_ptr, values_ptr, value_scales_ptr, table_ptr, block, head,
     first, end, begin, behind, scale,
-    G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    STORAGE: tl.constexpr, NATIVE_FP8: tl.constexpr, SOFTCAP: tl.constexpr,
-    BLOCK_V: tl.constexpr, BLOCK_REST: tl.constexpr, TILE: tl.constexpr,
+    V: tl.constexpr, CACHE: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_REST: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Continue the softmax (m, total, acc) over the tiles begin ... behind - 1.
 
@@ -183,28 +182,26 @@ def attend_run(  # type: ignore[no-untyped-def]
     """
     dtype: tl.constexpr = q.dtype
     # The scale of a value goes to its weight; of the 16-bit types bfloat16 has room for that.
-    narrow: tl.constexpr = STORAGE != "model" and dtype == tl.float16
-    weight_dtype: tl.constexpr = tl.bfloat16 if narrow else dtype
+    QUANTISED: tl.constexpr = CACHE.storage != "model"
+    weight_dtype: tl.constexpr = tl.bfloat16 if QUANTISED and dtype == tl.float16 else dtype
     i = tl.arange(0, BLOCK_V)
     rest = tl.arange(0, BLOCK_REST)
     for tile in range(begin, behind):
         n = tile * TILE + tl.arange(0, TILE)
         seen = (n >= first) & (n < end)
-        at = vector_offset(block, head, n % BLOCK_SIZE, G, D, BLOCK_SIZE, STORAGE)
-        scale_at = scale_offset(block, head, n % BLOCK_SIZE, G, D, BLOCK_SIZE)
-        keys = load_vectors(keys_ptr, at, i, seen, V, dtype, STORAGE, NATIVE_FP8)
+        at = vector_offset(block, head, n % CACHE.block_size, CACHE)
+        scale_at = scale_offset(block, head, n % CACHE.block_size, CACHE)
+        keys = load_vectors(keys_ptr, at, i, seen, V, dtype, CACHE)
         # Of the next tile, so that keys in flight wait for no table.
-        block = table_entries(table_ptr, first, end, tile + 1, BLOCK_SIZE, TILE)
+        block = table_entries(table_ptr, first, end, tile + 1, CACHE.block_size, TILE)
         scores = tl.dot(q, tl.trans(keys), input_precision="ieee")
         if values_ptr is None:
-            keys_rest = load_vectors(
-                keys_ptr, at + V, rest, seen, D - V, dtype, STORAGE, NATIVE_FP8
-            )
+            keys_rest = load_vectors(keys_ptr, at + V, rest, seen, CACHE.width - V, dtype, CACHE)
             scores = tl.dot(q_rest, tl.trans(keys_rest), scores, input_precision="ieee")
             values = keys.to(weight_dtype)
         else:
-            values = load_vectors(values_ptr, at, i, seen, V, weight_dtype, STORAGE, NATIVE_FP8)
-        if STORAGE != "model":
+            values = load_vectors(values_ptr, at, i, seen, V, weight_dtype, CACHE)
+        if QUANTISED:
             key_scales = load_scales(key_scales_ptr, scale_at, seen)
             scores *= key_scales[None, :]
         scores = tl.where(seen[None, :], in_log2(scores, scale, SOFTCAP), float("-inf"))
@@ -213,7 +210,7 @@ def attend_run(  # type: ignore[no-untyped-def]
         weights = tl.exp2(scores - top[:, None])
         shrink = tl.exp2(m - top)
         total = total * shrink + tl.sum(weights, axis=1)
-        if STORAGE != "model":
+        if QUANTISED:
             if values_ptr is None:
                 weights *= key_scales[None, :]
             else:

@@ -165,15 +165,14 @@ def store_keys_and_values(
     t, g, e = k_TGE.shape
     k_TGE = k_TGE if k_TGE.stride(-1) == 1 else k_TGE.contiguous()
     v_TGE = v_TGE if v_TGE is None or v_TGE.stride(-1) == 1 else v_TGE.contiguous()
-    views = cache_views(arena[layer], e, block_size, storage)
+    views, cache = cache_views(arena[layer], e, block_size, storage)
     assert (views.values is None) == (v_TGE is None), "as many sides as tensors"
     heads, warps = _heads_of_program(g, e)
     call_kernel(
         _store_kernel, (t, triton.cdiv(g, heads)),
         k_TGE, v_TGE, slots_T, *views, *k_TGE.stride()[:2],
         *((0, 0) if v_TGE is None else v_TGE.stride()[:2]),
-        num_warps=warps, G=g, E=e, HEADS=heads, BLOCK_E=triton.next_power_of_2(e),
-        BLOCK_SIZE=block_size, STORAGE=storage,
+        num_warps=warps, HEADS=heads, BLOCK_E=triton.next_power_of_2(e), CACHE=cache,
     )  # fmt: skip
 
 
@@ -197,13 +196,13 @@ def rotate_and_store(
     assert (rotation.q_norm is None) == (rotation.k_norm is None)
     out = qkv_TN.new_empty(tokens, h, e)
     heads, warps = _heads_of_program(max(h, g), e)
+    views, cache = cache_views(arena[place.position], e, batch.block_size, form.storage)
     call_kernel(
         _rotate_and_store_kernel, (tokens, triton.cdiv(h, heads) + triton.cdiv(g, heads)),
         qkv_TN, rotation.cos, rotation.sin, batch.slots[place.group], batch.positions,
-        rotation.q_norm, rotation.k_norm, out,
-        *cache_views(arena[place.position], e, batch.block_size, form.storage), rotation.eps,
-        num_warps=warps, H=h, G=g, E=e, HEADS=heads, BLOCK_E=triton.next_power_of_2(e),
-        BLOCK_SIZE=batch.block_size, STORAGE=form.storage, **rotation.constants,
+        rotation.q_norm, rotation.k_norm, out, *views, rotation.eps,
+        num_warps=warps, H=h, HEADS=heads, BLOCK_E=triton.next_power_of_2(e), CACHE=cache,
+        **rotation.constants,
     )  # fmt: skip
     return out
 
@@ -220,8 +219,7 @@ def _store_kernel(  # type: ignore[no-untyped-def]
     k_ptr, v_ptr, slots_ptr,
     keys_ptr, key_scales_ptr, values_ptr, value_scales_ptr,
     k_token_stride, k_head_stride, v_token_stride, v_head_stride,
-    G: tl.constexpr, E: tl.constexpr, HEADS: tl.constexpr, BLOCK_E: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, STORAGE: tl.constexpr, PDL: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK_E: tl.constexpr, CACHE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (token, tile of heads)."""
     wait_for_inputs(PDL)
@@ -230,28 +228,28 @@ def _store_kernel(  # type: ignore[no-untyped-def]
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     slots = tl.load(slots_ptr + token) + tl.zeros_like(head)
     e = tl.arange(0, BLOCK_E)
-    there = head < G
-    inside = there[:, None] & (e < E)[None, :]
+    there = head < CACHE.heads
+    inside = there[:, None] & (e < CACHE.width)[None, :]
     k_at = k_ptr + token * k_token_stride + head[:, None] * k_head_stride + e[None, :]
     k = tl.load(k_at, mask=inside, other=0.0)
-    store_vectors(keys_ptr, key_scales_ptr, k, slots, head, there, G, E, BLOCK_SIZE, STORAGE)
+    store_vectors(keys_ptr, key_scales_ptr, k, slots, head, there, CACHE)
     if v_ptr is not None:
         v_at = v_ptr + token * v_token_stride + head[:, None] * v_head_stride + e[None, :]
         v = tl.load(v_at, mask=inside, other=0.0)
-        store_vectors(
-            values_ptr, value_scales_ptr, v, slots, head, there, G, E, BLOCK_SIZE, STORAGE
-        )
+        store_vectors(values_ptr, value_scales_ptr, v, slots, head, there, CACHE)
 
 
 @triton.jit
 def _rotate_and_store_kernel(  # type: ignore[no-untyped-def]
     qkv_ptr, cos_ptr, sin_ptr, slots_ptr, positions_ptr, q_norm_ptr, k_norm_ptr, out_ptr,
     keys_ptr, key_scales_ptr, values_ptr, value_scales_ptr, eps,
-    H: tl.constexpr, G: tl.constexpr, E: tl.constexpr, HEADS: tl.constexpr, BLOCK_E: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, STORAGE: tl.constexpr, OFFSET_NORMS: tl.constexpr,
-    ALL_HEADS: tl.constexpr, FLOOR: tl.constexpr, TEMPERATURE: tl.constexpr, PDL: tl.constexpr,
+    H: tl.constexpr, HEADS: tl.constexpr, BLOCK_E: tl.constexpr, CACHE: tl.constexpr,
+    OFFSET_NORMS: tl.constexpr, ALL_HEADS: tl.constexpr, FLOOR: tl.constexpr,
+    TEMPERATURE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (token, tile of heads): tiles of queries first, then tiles of keys and values."""
+    G: tl.constexpr = CACHE.heads
+    E: tl.constexpr = CACHE.width
     Q_TILES: tl.constexpr = (H + HEADS - 1) // HEADS
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
@@ -292,9 +290,7 @@ def _rotate_and_store_kernel(  # type: ignore[no-untyped-def]
             qkv_ptr, row + (H + head) * E, there, weights, reciprocal, cos, sin, eps, E, BLOCK_E,
             OFFSET_NORMS,
         )  # fmt: skip
-        store_vectors(keys_ptr, key_scales_ptr, k, slots, head, there, G, E, BLOCK_SIZE, STORAGE)
+        store_vectors(keys_ptr, key_scales_ptr, k, slots, head, there, CACHE)
         v_at = qkv_ptr + row + (H + G + head)[:, None] * E + i[None, :]
         v = tl.load(v_at, mask=there[:, None] & (i < E)[None, :], other=0.0)
-        store_vectors(
-            values_ptr, value_scales_ptr, v, slots, head, there, G, E, BLOCK_SIZE, STORAGE
-        )
+        store_vectors(values_ptr, value_scales_ptr, v, slots, head, there, CACHE)
