@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,10 +23,11 @@ from ...profiling.command_line import aligned
 from ..config import EngineConfig
 from ..errors import ConfigError
 from ..kernels import select_kernels
+from ..kernels.ops.experts import Experts
 from ..kernels.ops.layer_plan import ModelPlan
 from ..kernels.ops.operation import Operation
 from ..kernels.ops.parameter import Parameter
-from ..kernels.triton.fusion import Fused, Mixture, fuse, fusion_obstacle
+from ..kernels.triton.fusion import Fused, fuse, fusion_obstacle
 from ..loading.loader import resolve_source
 from ..models.config import ModelConfig
 from ..models.plan import model_plan, parameter_bytes
@@ -76,40 +77,27 @@ def step_bytes(
     def weights(parameters: Iterable[Parameter]) -> int:
         return sum(parameter_bytes(p, kernels, config.dtype) for p in parameters)
 
-    def reads(fused: Fused) -> Iterator[StepBytes]:
-        """Yield the kernels of a part of a layer."""
-        if isinstance(fused, Mixture):  # reads the experts that the rows choose
-            op = fused.experts
-            stacked = (op.gate_up, op.down, op.gate_up_bias, op.down_bias)
-            chosen = weights(p for p in op.parameters if p in stacked)
-            norm, output_norm = (n.parameters if n else () for n in (fused.norm, fused.output_norm))
-            found = {
-                "norm_rows": weights(norm),
-                "route": weights(p for p in op.parameters if p not in stacked),
-                "experts": round(op.expected_experts(rows) * chosen / op.total)
-                + weights(output_norm),
-            }
-            yield from (StepBytes(name, found[name]) for name in fused.operations)
-            return
-        parts = [
-            part
-            for field, part in vars(fused).items()
-            if isinstance(part, Operation) and field != "output"  # the next kernel reads it
-        ]
-        states = [state for part in parts for state in part.states]
+    def weights_of(op: Operation, kernel: str) -> int:
+        """Bytes that a kernel reads of an operation: of experts, of those that the rows choose."""
+        if not isinstance(op, Experts):
+            return weights(op.parameters)
+        stacked = (op.gate_up, op.down, op.gate_up_bias, op.down_bias)
+        if kernel == "route":
+            return weights(p for p in op.parameters if p not in stacked)
+        chosen = weights(p for p in op.parameters if p in stacked)
+        return round(op.expected_experts(rows) * chosen / op.total)
+
+    def reads(fused: Fused) -> StepBytes:
+        parts = [op for op in fused.operations if op is not None]
+        states = [state for op in parts for state in op.states]
         cache = rows * arena.bytes_read(group_layers(states), context) if states else 0
-        yield StepBytes(
-            fused.name,
-            weights(p for part in parts for p in part.parameters),
-            cache,
-            states[0].window if states else None,
-        )
+        window = states[0].window if states else None
+        return StepBytes(fused.name, sum(weights_of(op, fused.name) for op in parts), cache, window)
 
     counted: Counter[StepBytes] = Counter()
     for layer, times in Counter(plan.layers).items():
         for fused in fuse(layer):
-            for read in reads(fused):
-                counted[read] += times
+            counted[reads(fused)] += times
     names = list(dict.fromkeys(read.name for read in counted))
     in_order = sorted(counted.items(), key=lambda item: names.index(item[0].name))
     return (

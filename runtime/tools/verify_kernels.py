@@ -40,7 +40,7 @@ from ..kernels.triton.dependent import dependent_launch
 from ..kernels.triton.expert_routing import Routed, reference_routing
 from ..kernels.triton.experts import reference_experts_of_choice
 from ..kernels.triton.filled_memory import poison
-from ..kernels.triton.fusion import Mixture, fuse
+from ..kernels.triton.fusion import fuse
 from ..kernels.triton.kernel_calls import INTERPRETED
 from ..kernels.triton.linear import Pending
 from ..kernels.triton.linear_kernels import reference_product
@@ -212,9 +212,8 @@ def decode_cases(
     steps = SampleSteps(model, config, gpu_kernels(config.weights, plain), [case], seed=0)
     steps.prepare(case)
     steps.functions.bind(key)()
-    plan, names = model_plan(model), list[str]()
-    for fused in fuse(plan.layers[0]):
-        names += fused.operations if isinstance(fused, Mixture) else (fused.name,)
+    plan = model_plan(model)
+    names = [kernel.name for kernel in fuse(plan.layers[0])]
     second = recorded[len(names) :]
     return [
         KernelCase(name, operation, operations, given)

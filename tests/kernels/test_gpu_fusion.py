@@ -15,13 +15,7 @@ from stepgraph.runtime.kernels.ops.norms import Norm, QKNorm
 from stepgraph.runtime.kernels.ops.operation import Operation, Residual
 from stepgraph.runtime.kernels.ops.parameter import Parameter, Source
 from stepgraph.runtime.kernels.ops.rotation import Rotate
-from stepgraph.runtime.kernels.triton.fusion import (
-    Fused,
-    Mixture,
-    ResidualLinear,
-    fuse,
-    fusion_obstacle,
-)
+from stepgraph.runtime.kernels.triton.fusion import fuse, fusion_obstacle
 from stepgraph.runtime.kernels.weights import STORAGES
 from stepgraph.runtime.models.config import ModelConfig
 from stepgraph.runtime.models.families import FAMILIES
@@ -77,39 +71,31 @@ def model(*layers: LayerPlan) -> ModelPlan:
     return ModelPlan(head.weight, 1.0, layers, norm("final"), head, 0.0, 1.0, 1)
 
 
-def shown(kernels: tuple[Fused, ...]) -> list[tuple[str, bool]]:
-    """The name of each kernel, and whether it has a norm."""
-    return [(kernel.name, getattr(kernel, "norm", None) is not None) for kernel in kernels]
+def normed(layer: LayerPlan) -> list[tuple[str, bool]]:
+    """The name of each kernel of a layer, and whether it reads a norm of hidden states."""
+    return [(name, any(isinstance(op, Norm) for op in ops)) for name, ops in fuse(layer)]
 
 
 @pytest.mark.parametrize("inputs", [False, True])
 @pytest.mark.parametrize("outputs", [False, True])
-def test_norms_of_inputs_and_outputs(inputs: bool, outputs: bool) -> None:
-    plan = layer(inputs=inputs, outputs=outputs)
-    assert shown(fuse(plan)) == [
-        ("norm_linear", inputs),
-        ("decode_attention", False),
-        ("output", outputs),
-        ("gate_up", inputs),
-        ("down", outputs),
+@pytest.mark.parametrize("clamped", [False, True])
+def test_norms_of_inputs_and_outputs(inputs: bool, outputs: bool, clamped: bool) -> None:
+    """A clamped activation is a kernel of its own."""
+    activate = dataclasses.replace(ACTIVATE, limit=7.0) if clamped else ACTIVATE
+    plan = layer(inputs=inputs, outputs=outputs, activate=activate)
+    mlp = [("norm_linear", inputs), ("activate", False)] if clamped else [("gate_up", inputs)]
+    assert normed(plan) == [
+        *(("norm_linear", inputs), ("decode_attention", False), ("output", outputs)),
+        *(*mlp, ("down", outputs)),
     ]
     assert fusion_obstacle(model(plan)) is None
 
 
 def test_scaled_sums_after_a_norm_are_not_fused() -> None:
-    plan = layer(scale=0.22)
-    assert [k.scale for k in fuse(plan) if isinstance(k, ResidualLinear)] == [0.22, 0.22]
+    assert fusion_obstacle(model(layer(scale=0.22))) is None
     assert fusion_obstacle(model(layer(outputs=True, scale=0.22))) == (
         "residual with scale after a norm"
     )
-
-
-def test_a_clamped_activation_is_a_kernel() -> None:
-    clamped = dataclasses.replace(ACTIVATE, limit=7.0, alpha=1.702, up_offset=1.0)
-    for inputs in (False, True):
-        plan = layer(inputs=inputs, activate=clamped)
-        assert shown(fuse(plan))[3:5] == [("norm_linear", inputs), ("activate", False)]
-        assert fusion_obstacle(model(plan)) is None
 
 
 def test_layers_may_differ_in_all_but_their_heads() -> None:
@@ -170,9 +156,7 @@ def test_layers_of_experts(inputs: bool, outputs: bool) -> None:
     mlp = next(i for i, op in enumerate(dense.operations) if op.name == "gate_up")
     rest = dense.operations[mlp + 3 :]
     sparse = LayerPlan((*dense.operations[:mlp], experts, *rest))
-    *attention, mixture = fuse(sparse)
-    assert attention == list(fuse(dense)[:3])
-    assert isinstance(mixture, Mixture)
-    assert (mixture.norm is not None, mixture.output_norm is not None) == (inputs, outputs)
-    assert mixture.experts is experts
+    norms = [("norm_rows", inputs)] if inputs or outputs else []
+    mixture = [*norms, ("route", False), ("experts", outputs)]
+    assert normed(sparse) == [*normed(dense)[:3], *mixture]
     assert fusion_obstacle(model(dense, sparse, sparse)) is None

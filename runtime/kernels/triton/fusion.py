@@ -7,16 +7,13 @@ triton.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..ops.activation import Activate
-from ..ops.attention import Attend
 from ..ops.experts import Experts
 from ..ops.layer_plan import LayerPlan, ModelPlan
-from ..ops.linear import Linear
-from ..ops.norms import JoinNorms, Norm, QKNorm
-from ..ops.operation import Known
-from ..ops.rotation import Rotate
+from ..ops.norms import JoinNorms, QKNorm
+from ..ops.operation import Known, Operation
 from ..ops.stack import (
     KNOWN_TO_STACK,
     AttentionBlock,
@@ -37,101 +34,43 @@ _WORTH_BYTES = 16 << 20
 """Bytes that an H100 or H200 reads in 4 to 5 µs, about the time of three kernels: assumed."""
 
 
-@dataclass(frozen=True)
-class NormLinear:
-    """A linear layer over the hidden states, which are normed first if the layer has a norm."""
+class Fused(NamedTuple):
+    """A kernel of a layer."""
 
-    norm: Norm | None
-    linear: Linear
-    activate: Activate | None = None
-    """A gated activation of the result; None: there is none."""
-
-    @property
-    def name(self) -> str:
-        """The kernel's, a field of `Operations`."""
-        return "norm_linear" if self.activate is None else "gate_up"
-
-    @property
-    def features(self) -> int:
-        """Features of the result."""
-        return self.linear.out_features if self.activate is None else self.activate.features
-
-
-@dataclass(frozen=True)
-class Attention:
-    """Norms of queries and keys, rotation, write to the cache and attention."""
-
-    qk_norm: QKNorm | None
-    rotate: Rotate
-    attend: Attend
-    name: str = "decode_attention"
-
-
-@dataclass(frozen=True)
-class ResidualLinear:
-    """A linear layer whose result times `scale` is added to the hidden states, normed or not."""
-
-    linear: Linear
-    norm: Norm | None
-    scale: float = 1.0
-    name: str = "down"
-    sums: bool = False
-    """Ranks add their results first, by a kernel of its own with the residual and the norms."""
-
-
-@dataclass(frozen=True)
-class Activation:
-    """A gated activation that is not part of a product."""
-
-    activate: Activate
-    name: str = "activate"
-
-
-@dataclass(frozen=True)
-class Mixture:
-    """A mixture of experts of the hidden states, added to them, with norms before or after."""
-
-    norm: Norm | None
-    experts: Experts
-    output_norm: Norm | None
-    scale: float = 1.0
-    name: str = "experts"
-    sums: bool = False
-    """See `ResidualLinear`, as for `scale`."""
-
-    @property
-    def operations(self) -> tuple[str, ...]:
-        """The names of its kernels, fields of `Operations`, in order."""
-        norms = self.norm is not None or self.output_norm is not None
-        return ("norm_rows", "route", "experts") if norms else ("route", "experts")
-
-
-Fused = NormLinear | Attention | ResidualLinear | Activation | Mixture
+    name: str
+    operations: tuple[Operation | None, ...]
+    """Whose weights and state it reads; of `Experts`, "route" reads the router's."""
 
 
 def fuse(layer: LayerPlan) -> tuple[Fused, ...]:
     """Return the kernels of a layer in order, as decode steps of few rows run them.
 
-    The product after attention is called `output`. Raises ValueError as `blocks_of`.
+    Raises ValueError as `blocks_of`.
     """
     return tuple(kernel for block in blocks_of(layer) for kernel in _kernels(block))
 
 
 def _kernels(block: Block) -> Iterator[Fused]:
-    ends, sums = (block.output_norm, block.residual.scale), block.sum is not None
     if isinstance(block, AttentionBlock):
-        assert not isinstance(block.input_norm, JoinNorms), "not in `SUPPORTED`"
-        yield NormLinear(block.input_norm, block.qkv)
-        yield Attention(block.qk_norm, block.rotate, block.attend)
-        yield ResidualLinear(block.output, *ends, name="output", sums=sums)
+        yield Fused("norm_linear", (block.input_norm, block.qkv))
+        yield Fused("decode_attention", (block.qk_norm, block.rotate, block.attend))
+        yield Fused("output", (block.output, block.output_norm))
     elif isinstance(block, GatedBlock):
-        clamped = bool(block.activate.traits)
-        yield NormLinear(block.norm, block.gate_up, None if clamped else block.activate)
-        if clamped:  # which is a kernel of its own
-            yield Activation(block.activate)
-        yield ResidualLinear(block.down, *ends, sums=sums)
+        clamped = is_clamped(block.activate)
+        yield Fused("norm_linear" if clamped else "gate_up", (block.norm, block.gate_up))
+        if clamped:
+            yield Fused("activate", (block.activate,))
+        yield Fused("down", (block.down, block.output_norm))
     else:
-        yield Mixture(block.norm, block.experts, *ends, sums=sums)
+        if block.norm is not None or block.output_norm is not None:
+            yield Fused("norm_rows", (block.norm,))
+        yield Fused("route", (block.experts,))
+        yield Fused("experts", (block.experts, block.output_norm))
+
+
+def is_clamped(activate: Activate) -> bool:
+    """Return whether an activation is a kernel of its own, after a product."""
+    return bool(activate.traits)
 
 
 def fusion_obstacle(plan: ModelPlan) -> str | None:

@@ -24,25 +24,33 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ....profiling.attribution import operation
+from ..ops.activation import Activate
 from ..ops.attention import Attend, AttentionForm
 from ..ops.batch import LayerPlace, RaggedBatch
 from ..ops.experts import Experts, ExpertTensors
 from ..ops.layer_plan import BoundLayer, BoundModel
 from ..ops.linear import LinearTensors
-from ..ops.norms import Norm
-from ..ops.stack import Stack, StackInputs
+from ..ops.norms import JoinNorms, Norm
+from ..ops.stack import (
+    AttentionBlock,
+    Block,
+    ExpertsBlock,
+    GatedBlock,
+    Stack,
+    StackInputs,
+    blocks_of,
+)
 from .begin import Beginning, EmbeddingTable, begin_decode
 from .decode_attention import decode_attention
 from .expert_routing import Routed, route
 from .experts import experts
-from .fusion import Activation, Attention, Fused, Mixture, NormLinear, ResidualLinear, fuse
+from .fusion import is_clamped
 from .kernel_calls import num_multiprocessors
 from .linear import GpuNorm, Pending
 from .linear_kernels import gate_up, linear_of_any_rows, norm_linear, residual_linear
@@ -83,16 +91,16 @@ class Operations:
 
 
 @dataclass(frozen=True, slots=True)
-class _Kernel:
-    """A kernel of a layer with its tensors."""
+class _BoundBlock:
+    """A block of a layer with its tensors."""
 
-    fused: Fused
-    linear: LinearTensors | None = None
-    """Of attention: the product that follows."""
-    norm: GpuNorm | None = None
+    block: Block
+    norm: GpuNorm | None
+    output_norm: GpuNorm | None
+    first: LinearTensors | None = None
+    """Queries, keys and values; or gate and up."""
+    last: LinearTensors | None = None
     experts: ExpertTensors | None = None
-    output_norm: GpuNorm | None = None
-    """Of a mixture of experts."""
     form: AttentionForm | None = None
     place: LayerPlace | None = None
     """Of attention: the layer's in the cache."""
@@ -100,31 +108,36 @@ class _Kernel:
     """Of attention: the first fields of `HeadRotation`."""
 
     @classmethod
-    def bind(
-        cls, fused: Fused, following: Fused | None, layer: BoundLayer, model: BoundModel
-    ) -> _Kernel:
-        """Return the kernel with the tensors of a layer; `following` is its next one."""
+    def of(cls, block: Block, layer: BoundLayer, model: BoundModel) -> _BoundBlock:
+        """Return a block with the tensors of its layer."""
 
         def bound(norm: Norm | None) -> GpuNorm | None:
             if norm is None:
                 return None
             return GpuNorm(layer.tensor(norm.weight), norm.eps, norm.offset)
 
-        match fused:
-            case Attention(qk_norm, _, attend):
-                assert isinstance(following, ResidualLinear)
-                sinks = None if attend.sinks is None else layer.tensor(attend.sinks)
-                form = attend.form(model.storage, sinks)
-                traits = qk_norm or model.plan.norm  # a missing norm has the traits of the others
-                weights = qk_norm and (layer.tensor(qk_norm.q), layer.tensor(qk_norm.k))
-                norms = (*(weights or (None, None)), traits.eps, traits.offset)
-                linear, place = layer.linear(following.linear), layer.place
-                return cls(fused, linear, form=form, place=place, head_norms=norms)
-            case Activation():
-                return cls(fused)
-            case Mixture(norm, op, output_norm):
-                return cls(fused, None, bound(norm), layer.experts(op), bound(output_norm))
-        return cls(fused, layer.linear(fused.linear), bound(fused.norm))
+        output_norm = bound(block.output_norm)
+        if isinstance(block, ExpertsBlock):
+            experts = layer.experts(block.experts)
+            return cls(block, bound(block.norm), output_norm, experts=experts)
+        if isinstance(block, GatedBlock):
+            products = layer.linear(block.gate_up), layer.linear(block.down)
+            return cls(block, bound(block.norm), output_norm, *products)
+        assert not isinstance(block.input_norm, JoinNorms), "not in `SUPPORTED`"
+        attend, qk_norm = block.attend, block.qk_norm
+        sinks = None if attend.sinks is None else layer.tensor(attend.sinks)
+        traits = qk_norm or model.plan.norm  # a missing norm has the traits of the others
+        weights = qk_norm and (layer.tensor(qk_norm.q), layer.tensor(qk_norm.k))
+        return cls(
+            block,
+            bound(block.input_norm),
+            output_norm,
+            layer.linear(block.qkv),
+            layer.linear(block.output),
+            form=attend.form(model.storage, sinks),
+            place=layer.place,
+            head_norms=(*(weights or (None, None)), traits.eps, traits.offset),
+        )
 
 
 class GpuStack:
@@ -143,9 +156,8 @@ class GpuStack:
         self.collectives, self.storage = model.collectives, model.storage
         self.attend = model.plan.attend  # all layers have the same heads
         self._layers = [
-            [_Kernel.bind(*pair, layer, model) for pair in zip_longest(kernels, kernels[1:])]
+            [_BoundBlock.of(block, layer, model) for block in blocks_of(layer.plan)]
             for layer in model.layers
-            for kernels in (fuse(layer.plan),)
         ]
         self._final_norm = model.plan.norm
         self._norm = GpuNorm(model.norm, model.plan.norm.eps, model.plan.norm.offset)
@@ -171,8 +183,8 @@ class GpuStack:
         chain = _Chain(self, x_TD, inputs)
         for index, layer in enumerate(self._layers):
             with operation("layer", index):
-                for kernel in layer:
-                    chain.run(kernel)
+                for block in layer:
+                    chain.run(block)
             if index in outputs:
                 outputs[index] = chain.normed(None, None)
         normed_TD = chain.normed(self._final_norm, self._norm)
@@ -182,7 +194,7 @@ class GpuStack:
 
 
 class _Chain:
-    """A step through the layers, kernel by kernel; scopes are the names of `fusion.py`.
+    """A step through the layers, block by block; scopes are the names of `fusion.py`.
 
     A decode step, one token a row, writes to the cache and attends in one operation. Other steps
     write keys and values first, then tiles of each chunk attend. All layers share the inputs and
@@ -198,8 +210,6 @@ class _Chain:
         self._x = x_TD
         self._delta: tuple[Tensor, GpuNorm] | None = None
         """What a norm has to be taken of and added to `_x`, by the next kernel that norms."""
-        self._value = x_TD
-        """What the last kernel left for the next one."""
         # In a decode step no token attends to the key of another one.
         self._decodes = batch.tokens_per_row == 1 and not stack.any_batch
         if not self._decodes:
@@ -236,22 +246,27 @@ class _Chain:
             self._batch.token_rows, self._batch.rows.shape[0], tokens_of_tile
         )
 
-    def run(self, kernel: _Kernel) -> None:
-        """Run a kernel of the chain."""
-        fused = kernel.fused
-        if isinstance(fused, Attention):
-            self._value = self._attended(kernel, fused, self._value)
-        elif isinstance(fused, ResidualLinear):
-            self._add_product(kernel, fused)
-        elif isinstance(fused, Mixture):
-            self._mix(kernel, fused)
-        elif isinstance(fused, Activation):
-            out_TF = self._value.new_empty(self._value.shape[0], fused.activate.features)
-            with operation(fused.name):
-                self._operations.activate_rows(self._value, out_TF, fused.activate)
-            self._value = out_TF
+    def run(self, bound: _BoundBlock) -> None:
+        """Run a block, and add its result to the hidden states."""
+        block = bound.block
+        if isinstance(block, AttentionBlock):
+            out_TD = self._product("output", bound, self._attended(bound, block))
+        elif isinstance(block, GatedBlock):
+            out_TD = self._product("down", bound, self._activated(bound, block))
         else:
-            self._normed_product(kernel, fused)
+            out_TD = self._mixed(bound, block)
+        norm, scale = bound.output_norm, block.residual.scale
+        if block.sum is not None:
+            collectives = self._stack.collectives
+            assert collectives is not None, "a plan with sums over ranks belongs to a group"
+            with operation("all_reduce"):
+                out_TD = collectives.all_reduce(out_TD)
+                if norm is None:
+                    self._x = self._x + (out_TD if scale == 1.0 else out_TD * scale)
+        elif norm is None:  # the kernel has added the hidden states itself
+            self._x = out_TD
+        if norm is not None:
+            self._delta = (out_TD, norm)
 
     def normed(self, norm: Norm | None, bound: GpuNorm | None) -> Tensor:
         """Return the hidden states normed (as they are without a norm), with nothing pending."""
@@ -273,21 +288,31 @@ class _Chain:
         if pending is not None:
             self._x, self._delta = pending.out, None
 
-    def _attended(self, kernel: _Kernel, fused: Attention, qkv_TN: Tensor) -> Tensor:
+    def _residual(self, bound: _BoundBlock) -> tuple[Tensor | None, float]:
+        """What the last kernel of a block adds to its result, and the scale of the result.
+
+        Results that are summed over ranks or normed are scaled and added later.
+        """
+        if bound.block.sum is not None:
+            return None, 1.0
+        return None if bound.output_norm is not None else self._x, bound.block.residual.scale
+
+    def _attended(self, bound: _BoundBlock, block: AttentionBlock) -> Tensor:
         """Write keys and values, and attend: `[T, H * E]`."""
-        assert kernel.head_norms is not None
-        assert kernel.linear is not None
-        attend, kind, operations = fused.attend, fused.rotate.kind, self._operations
+        qkv_TN = self._normed_product(bound, block.qkv.out_features, None)
+        assert bound.head_norms is not None
+        assert bound.last is not None
+        attend, kind, operations = block.attend, block.rotate.kind, self._operations
         angles = self._cos[kind], self._sin[kind]
-        rotation = HeadRotation(*kernel.head_norms, *angles, attend.temperature)
-        where, batch, form = (self._arena, kernel.place), self._batch, kernel.form
+        rotation = HeadRotation(*bound.head_norms, *angles, attend.temperature)
+        where, batch, form = (self._arena, bound.place), self._batch, bound.form
         if self._decodes:
             attended_TK = self._x.new_empty(self._x.shape[0], attend.features)
             with operation("decode_attention"):
                 operations.decode_attention(
                     *(qkv_TN, *where, rotation, batch, form, self._partials),
                     *(self._stack.counters, attended_TK),
-                    next_weight=kernel.linear.weight,
+                    next_weight=bound.last.weight,
                 )
             return attended_TK
         with operation("rotate_and_store"):
@@ -298,60 +323,50 @@ class _Chain:
             )
         return out_THE.flatten(1)
 
-    def _normed_product(self, kernel: _Kernel, fused: NormLinear) -> None:
+    def _activated(self, bound: _BoundBlock, block: GatedBlock) -> Tensor:
+        """Gate and up, activated: `[T, F]`."""
+        activate = block.activate
+        if not is_clamped(activate):
+            return self._normed_product(bound, activate.features, activate)
+        gate_up_TF = self._normed_product(bound, block.gate_up.out_features, None)
+        out_TF = gate_up_TF.new_empty(gate_up_TF.shape[0], activate.features)
+        with operation("activate"):
+            self._operations.activate_rows(gate_up_TF, out_TF, activate)
+        return out_TF
+
+    def _normed_product(
+        self, bound: _BoundBlock, features: int, activate: Activate | None
+    ) -> Tensor:
         x_TD, pending = self._x, self._pending()
-        self._value = x_TD.new_empty(x_TD.shape[0], fused.features)
-        with operation(fused.name):
-            getattr(self._operations, fused.name)(
-                *(x_TD, kernel.linear, self._value),
-                norm=kernel.norm,
-                pending=pending,
-                activate=fused.activate,
+        out_TN = x_TD.new_empty(x_TD.shape[0], features)
+        name = "norm_linear" if activate is None else "gate_up"
+        with operation(name):
+            getattr(self._operations, name)(
+                x_TD, bound.first, out_TN, norm=bound.norm, pending=pending, activate=activate
             )
         self._add(pending)
+        return out_TN
 
-    def _add_product(self, kernel: _Kernel, fused: ResidualLinear) -> None:
+    def _product(self, name: str, bound: _BoundBlock, value_TK: Tensor) -> Tensor:
         out_TD = torch.empty_like(self._x)
-        residual_TD = self._x if kernel.norm is None and not fused.sums else None
-        scale = 1.0 if fused.sums else fused.scale
-        with operation(fused.name):
+        residual_TD, scale = self._residual(bound)
+        with operation(name):
             self._operations.residual_linear(
-                self._value, kernel.linear, out_TD, residual_TN=residual_TD, scale=scale
+                value_TK, bound.last, out_TD, residual_TN=residual_TD, scale=scale
             )
-        self._added(fused, out_TD, kernel.norm)
+        return out_TD
 
-    def _mix(self, kernel: _Kernel, fused: Mixture) -> None:
+    def _mixed(self, bound: _BoundBlock, block: ExpertsBlock) -> Tensor:
         """A mixture of experts; padding is not live."""
-        operations, tensors = self._operations, kernel.experts
-        assert tensors is not None
-        normed_TD = self.normed(fused.norm, kernel.norm)
+        operations, op, tensors = self._operations, block.experts, bound.experts
+        normed_TD = self.normed(block.norm, bound.norm)
         with operation("route"):
-            routed = operations.route(fused.experts, normed_TD, tensors, self._live)
+            routed = operations.route(op, normed_TD, tensors, self._live)
         out_TD = torch.empty_like(normed_TD)
-        adds = kernel.output_norm is None and not fused.sums
-        residual_TD, scale = self._x if adds else None, 1.0 if fused.sums else fused.scale
-        with operation(fused.name):
-            operations.experts(
-                fused.experts, normed_TD, tensors, routed, residual_TD, out_TD, scale=scale
-            )
-        self._added(fused, out_TD, kernel.output_norm)
-
-    def _added(self, fused: ResidualLinear | Mixture, out_TD: Tensor, norm: GpuNorm | None) -> None:
-        """Go on with what a kernel left; `norm` is applied to its result.
-
-        Without one and without a sum over ranks, the kernel has added the hidden states itself.
-        """
-        if not fused.sums:
-            self._x, self._delta = (out_TD, None) if norm is None else (self._x, (out_TD, norm))
-            return
-        collectives = self._stack.collectives
-        assert collectives is not None, "a plan with sums over ranks belongs to a group"
-        with operation("all_reduce"):
-            sum_TD = collectives.all_reduce(out_TD)
-            if norm is not None:
-                self._delta = (sum_TD, norm)
-            else:
-                self._x = self._x + (sum_TD if fused.scale == 1.0 else sum_TD * fused.scale)
+        residual_TD, scale = self._residual(bound)
+        with operation("experts"):
+            operations.experts(op, normed_TD, tensors, routed, residual_TD, out_TD, scale=scale)
+        return out_TD
 
 
 def _aligned(parts_PT: Tensor) -> Tensor:
