@@ -18,6 +18,8 @@ from stepgraph.runtime import ConfigError
 from stepgraph.runtime.kernels.triton.kernel_calls import INTERPRETED
 from stepgraph.runtime.tools.compile_ahead import SHARED_MEMORY_LIMIT, compile_kernel_calls
 
+from ..rigs.tiny_models import VARIANTS, Tiny
+
 RIG = Path(__file__).parents[1] / "rigs" / "precompile_kernels.py"
 
 
@@ -91,6 +93,7 @@ TOKENS = ["16", "512", "2048"]
     ("model", "settings", "rows", "tokens"),
     [
         ("demo", ["--speculation", EAGLE3, "--structured-output"], ["1", "8"], ["64"]),
+        ("olmo2", ["--dtype", "bfloat16"], ["1", "8"], ["16"]),  # norms of all heads together
         *((f"preset:{name}", ["--weight-dtype", weights], ROWS, TOKENS)
           for name in PRESETS for weights in ("auto", "int8", "fp8")),
         *((f"preset:{name}", ["--weight-dtype", "int4"], ["1", "2", "4", "16"], ["512"])
@@ -99,12 +102,14 @@ TOKENS = ["16", "512", "2048"]
     ids=str,
 )  # fmt: skip
 def test_the_steps_of_models(
-    triton_cache: Path, tmp_path: Path, model: str, settings: list[str], rows: list[str],
-    tokens: list[str],
+    triton_cache: Path, tiny: Tiny, tmp_path: Path, model: str, settings: list[str],
+    rows: list[str], tokens: list[str],
 ) -> None:  # fmt: skip
     """With the sizes that they are launched with where nothing was tuned."""
     file = tmp_path / "kernels.json"
-    command = ("-m", "stepgraph.runtime.tools.compile_ahead", "--json", str(file), "--model", model)
+    source = str(tiny(model).directory) if model in VARIANTS else model
+    command = ("-m", "stepgraph.runtime.tools.compile_ahead", "--json", str(file))
+    command += ("--model", source)
     sizes = ("--capability", "90", "80", "--rows", *rows, "--tokens", *tokens)
     run(triton_cache, *command, *sizes, *settings)
     document = json.loads(file.read_text())

@@ -88,7 +88,7 @@ def _decode_attention(  # type: ignore[no-untyped-def]
     i = tl.arange(0, BLOCK_E)
     h = tl.arange(0, HEADS)
     inside = h < GROUP
-    q_weights, k_weights, q_reciprocal, k_reciprocal = None, None, None, None
+    q_weights, k_weights = None, None
     if q_norm_ptr is not None:
         q_heads = g * GROUP + tl.minimum(h, GROUP - 1)
         q_weights = load_norm(q_norm_ptr, q_heads, E, BLOCK_E, ALL_HEADS)
@@ -115,6 +115,7 @@ def _decode_attention(  # type: ignore[no-untyped-def]
         cos = tl.load(cos_ptr + t * (E // 2) + pair, mask=i < E, other=0.0)
         sin = tl.load(sin_ptr + t * (E // 2) + pair, mask=i < E, other=0.0)
         row = t.to(tl.int64) * ((GROUP + 2) * G * E)
+        q_reciprocal = None
         if ALL_HEADS:
             q_reciprocal = reciprocal_of_heads(qkv_ptr, row, eps, GROUP * G * E)
         q = normed_and_turned(
@@ -128,6 +129,7 @@ def _decode_attention(  # type: ignore[no-untyped-def]
         if split == owner:
             one = tl.full([1], 1, tl.int1)
             k_start = row + (GROUP * G + g) * E + tl.zeros([1], tl.int64)
+            k_reciprocal = None
             if ALL_HEADS:
                 k_reciprocal = reciprocal_of_heads(qkv_ptr, row + GROUP * G * E, eps, G * E)
             key = normed_and_turned(

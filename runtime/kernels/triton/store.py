@@ -254,7 +254,7 @@ def _rotate_and_store_kernel(  # type: ignore[no-untyped-def]
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     i = tl.arange(0, BLOCK_E)
-    weights, reciprocal = None, None
+    weights = None
     if q_norm_ptr is not None:
         norm_ptr, first, heads = q_norm_ptr, tile * HEADS, H
         if tile >= Q_TILES:
@@ -270,10 +270,11 @@ def _rotate_and_store_kernel(  # type: ignore[no-untyped-def]
     if tile < Q_TILES:
         head = tile * HEADS + tl.arange(0, HEADS)
         there = head < H
+        q_reciprocal = None
         if ALL_HEADS:
-            reciprocal = reciprocal_of_heads(qkv_ptr, row, eps, H * E)
+            q_reciprocal = reciprocal_of_heads(qkv_ptr, row, eps, H * E)
         q = normed_and_turned(
-            qkv_ptr, row + head * E, there, weights, reciprocal, cos, sin, eps, E, BLOCK_E,
+            qkv_ptr, row + head * E, there, weights, q_reciprocal, cos, sin, eps, E, BLOCK_E,
             OFFSET_NORMS,
         )  # fmt: skip
         if FLOOR > 0:
@@ -284,11 +285,12 @@ def _rotate_and_store_kernel(  # type: ignore[no-untyped-def]
         head = (tile - Q_TILES) * HEADS + tl.arange(0, HEADS)
         there = head < G
         slots = tl.load(slots_ptr + token) + tl.zeros_like(head)
+        k_reciprocal = None
         if ALL_HEADS:
-            reciprocal = reciprocal_of_heads(qkv_ptr, row + H * E, eps, G * E)
+            k_reciprocal = reciprocal_of_heads(qkv_ptr, row + H * E, eps, G * E)
         k = normed_and_turned(
-            qkv_ptr, row + (H + head) * E, there, weights, reciprocal, cos, sin, eps, E, BLOCK_E,
-            OFFSET_NORMS,
+            qkv_ptr, row + (H + head) * E, there, weights, k_reciprocal, cos, sin, eps, E,
+            BLOCK_E, OFFSET_NORMS,
         )  # fmt: skip
         store_vectors(keys_ptr, key_scales_ptr, k, slots, head, there, CACHE)
         v_at = qkv_ptr + row + (H + G + head)[:, None] * E + i[None, :]
