@@ -38,7 +38,7 @@ from .step_costs import resolve_fused
 
 if TYPE_CHECKING:
     from ..kernels.triton.linear import LinearConfig
-    from ..kernels.triton.tuning import Tuned, TuningKey
+    from ..kernels.triton.tuning import Product, Tuned
 
 logger = logging.getLogger("stepgraph.runtime")
 
@@ -59,7 +59,7 @@ each run."""
 
 def tune(
     model: ModelConfig, config: ResolvedConfig, rows: int, timer: Timer
-) -> Iterator[tuple[TuningKey, Tuned]]:
+) -> Iterator[tuple[Product, Tuned]]:
     """Yield the fastest configuration of each product of a decode step of `rows` rows.
 
     Raises KernelSelfTestError where a configuration left the device unusable.
@@ -83,12 +83,12 @@ def tune(
         for tensor, before in zip(changed, saved, strict=True):
             tensor.copy_(before)
 
-    def run(choices: dict[TuningKey, LinearConfig]) -> Tensor:
+    def run(choices: dict[Product, LinearConfig]) -> Tensor:
         reset()
         with trial(choices):
             return bound().logits
 
-    best: dict[TuningKey, LinearConfig] = {}
+    best: dict[Product, LinearConfig] = {}
     with trial(best) as asked:
         expected = bound().logits.clone()
     for product in list(asked):
@@ -185,8 +185,9 @@ def main(
                 for key, tuned in tune(model, config, rows, timer):
                     store({key: tuned})  # an interrupted run keeps what it found
                     found.add(key)
+                    stored = str(key.weight_dtype).removeprefix("torch.")
                     print(
-                        f"{key.kernel:15} {rows:3} rows, {key.n} x {key.k} {key.weight_dtype}:"
+                        f"{key.kernel:15} {rows:3} rows, {key.n} x {key.k} {stored}:"
                         f" step {tuned.microseconds:.1f} µs (default"
                         f" {tuned.default_microseconds:.1f} µs): {tuned.config}",
                         flush=True,

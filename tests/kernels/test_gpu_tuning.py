@@ -30,7 +30,6 @@ from stepgraph.runtime.kernels.triton.linear_kernels import gate_up
 from stepgraph.runtime.kernels.triton.tuning import (
     Product,
     Tuned,
-    TuningKey,
     best_config,
     bounded_prefetch,
     candidate_configs,
@@ -46,7 +45,7 @@ from ..rigs.tiny_models import Tiny
 CPU, META = torch.device("cpu"), torch.device("meta")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BF16 = torch.bfloat16
-KEY = TuningKey("gate_up", 4, 8192, 2048, "bfloat16", "int8", "card", "3.6.0", "abc")
+KEY = Product("expert_down", 4, 8192, 2048, BF16, torch.int8, META, 8, 2)
 TUNED = Tuned(LinearConfig(8, 512, 4, prefetch=8192), 15.6, 17.25)
 SHAPES = ((3072, 2048), (8192, 2048), (2048, 8192), (1024, 3072), (4096, 14336), (37, 21), (1, 1))
 MIXTURES = {
@@ -149,10 +148,11 @@ def test_tuned_sizes_of_experts_are_of_one_kind() -> None:
 # The file ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(TuningKey)])
+@pytest.mark.parametrize("field", Product._fields)
 def test_what_is_stored_is_found_under_its_key_alone(field: str) -> None:
-    value = getattr(KEY, field)
-    other = replace(KEY, **{field: value + ("x" if isinstance(value, str) else -1)})
+    changes = {"kernel": "expert_gate_up", "dtype": torch.float16, "weight_dtype": BF16, "rows": 8}
+    changes |= {"device": CPU, "grouped": True}
+    other = KEY._replace(**{field: changes.get(field, 1)})
     assert tuning.lookup(KEY, list) is None
     path = tuning.store({KEY: TUNED})
     assert path == tuning.tuning_file()
@@ -169,13 +169,13 @@ def test_the_best_is_what_was_tuned_or_the_default() -> None:
     product = Product("residual_linear", 2, 96, 64, BF16, torch.int8, CPU)
     default = default_config(product, num_multiprocessors(CPU))
     assert best_config(product) == default != TUNED.config
-    tuning.store({tuning.tuning_key(product): TUNED})
+    tuning.store({product: TUNED})
     assert best_config(product) == TUNED.config
 
 
 def changed(**changes: Any) -> str:
-    entry = {**dataclasses.asdict(KEY), **dataclasses.asdict(TUNED), **changes}
-    return json.dumps({"version": tuning.VERSION, "entries": [entry]})
+    entry = {**dataclasses.asdict(TUNED), **changes}
+    return json.dumps({"version": tuning.VERSION, "entries": {"name": entry}})
 
 
 FOREIGN = [
@@ -234,10 +234,11 @@ def test_tuner_stores_the_fastest_right_configuration_of_each_product(
     assert tune.main(arguments, timer=last_is_fastest, device=DEVICE) == 0
     *lines, last = capsys.readouterr().out.splitlines()
     assert last == f"{len(lines)} choices are in {tuning.tuning_file()}"
-    first, *others = json.loads(tuning.tuning_file().read_text())["entries"]
+    entries = json.loads(tuning.tuning_file().read_text())["entries"]
     expected = {"norm_linear", "residual_linear"}
     expected |= {*EXPERT_PRODUCTS} if variant == "mixtral" else {"gate_up"}
-    assert expected <= {entry["kernel"] for entry in (first, *others)}
+    assert expected <= {name.split()[0] for name in entries}
+    first, *others = entries.values()
     assert first["microseconds"] == first["default_microseconds"]
     assert all(entry["microseconds"] < entry["default_microseconds"] for entry in others)
 
@@ -259,5 +260,5 @@ def test_what_cannot_be_tuned(model: str, message: str, capsys: pytest.CaptureFi
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_tuner_times_captured_steps_on_a_device(small_steps: None) -> None:
     assert tune.main(["--model", "demo", "--rows", "1", "8"]) == 0
-    for entry in json.loads(tuning.tuning_file().read_text())["entries"]:
+    for entry in json.loads(tuning.tuning_file().read_text())["entries"].values():
         assert 1 < entry["microseconds"] <= entry["default_microseconds"] < 1e4

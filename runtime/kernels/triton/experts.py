@@ -45,7 +45,7 @@ from .kernel_calls import (
 from .linear import EXPERT_PRODUCTS, FEW_ROWS, LinearConfig, code_bits
 from .quantised import as_numbers, decoded_tile, kernel_weight, load_levels
 from .rowwise import Gating, activate, scaled
-from .tuning import Product, TuningKey, lookup, tuning_key
+from .tuning import Product, lookup
 
 _IN_FLIGHT = 40 << 10
 """Bytes of weights that are on their way to a multiprocessor."""
@@ -192,11 +192,11 @@ class ExpertSizes:
         hidden, features = self.op.router.shape[1], self.op.activate.features
         return (2 * features, hidden) if kernel == EXPERT_PRODUCTS[0] else (hidden, features)
 
-    def key(self, kernel: str) -> TuningKey:
-        """Return the key under which a product is tuned."""
+    def key(self, kernel: str) -> Product:
+        """Return the product under which sizes are tuned."""
         dtypes, op = (self.dtype, self.weight_dtype, self.device), self.op
         shape = (self.tokens, *self.product(kernel), *dtypes, op.total, op.per_token)
-        return tuning_key(Product(kernel, *shape))
+        return Product(kernel, *shape)
 
 
 def expert_tiles(sizes: ExpertSizes) -> tuple[LinearConfig, LinearConfig]:

@@ -6,9 +6,9 @@ over codes with small groups spill 8 to 32 bytes.
 
 Engines look tuned sizes up in a file, read once, and never tune: what is not in the file runs with
 `default_config`. The file is written by `python -m stepgraph.runtime.tools.tune`, next to the CPU
-kernels in the user's cache (`cache_directory`). An entry holds for one kernel, one shape of its
-weight, one class of rows, one pair of dtypes, one device, one version of Triton and one source of
-the kernels; after any of these changed it is found no more, and a newer one is stored as well.
+kernels in the user's cache (`cache_directory`). An entry holds for one `Product`, one version of
+Triton and one source of the kernels; after any of these changed it is found no more, and a newer
+one is stored as well.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from .linear import EXPERT_PRODUCTS, LinearConfig, code_bits, row_bytes, row_cla
 
 logger = logging.getLogger("stepgraph.runtime")
 
-VERSION = 6
+VERSION = 7
 """Of the file's format."""
 _MOST_EXPERT_ROWS = 256
 """Experts of steps with more tokens run with the sizes of this many."""
@@ -54,7 +54,7 @@ class Product(NamedTuple):
     kernel: str
     """`norm_linear`, `gate_up`, `residual_linear`, or one of `EXPERT_PRODUCTS`."""
     rows: int
-    """T; of experts, tokens."""
+    """T; of experts, tokens. Sizes are tuned for classes of rows."""
     n: int
     """Output features; for gate_up the result's, for experts the rows of one expert's weight."""
     k: int
@@ -83,27 +83,6 @@ class Product(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class TuningKey:
-    """What a choice holds for: a `Product`, with names of dtypes and of the device."""
-
-    kernel: str
-    rows: int
-    """One of `ROW_CLASSES`; of experts, a power of two up to 256."""
-    n: int
-    k: int
-    dtype: str
-    """As torch names it: `bfloat16`."""
-    weight_dtype: str
-    device: str
-    triton: str
-    """Its version."""
-    source: str
-    """Hash of the kernels' source."""
-    experts: int = 0
-    per_token: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class Tuned:
     """What was measured to be best."""
 
@@ -114,35 +93,39 @@ class Tuned:
     """The same with the default."""
 
 
-def tuning_key(product: Product) -> TuningKey:
-    """Return the key of a product as it would run here.
+def _in_class(product: Product) -> Product:
+    """Return a product of as many rows as its sizes are tuned for: one of `ROW_CLASSES`, or of
+    experts a power of two.
 
     Raises ValueError for more than four rows of other kernels than `EXPERT_PRODUCTS`.
     """
-    kernel, rows, n, k, dtype, weight_dtype, device, experts, per_token, _ = product
-    if kernel in EXPERT_PRODUCTS:
-        rows = min(_MOST_EXPERT_ROWS, triton.next_power_of_2(rows))
-    else:
-        rows = row_class(rows)
+    if product.kernel in EXPERT_PRODUCTS:
+        rows = min(_MOST_EXPERT_ROWS, triton.next_power_of_2(product.rows))
+        return product._replace(rows=rows)
+    return product._replace(rows=row_class(product.rows))
+
+
+@cache
+def _entry_name(product: Product) -> str:
+    """Return the name of an entry of the file: all that its sizes hold for."""
+    device = product.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    activations, weights = (str(one).removeprefix("torch.") for one in (dtype, weight_dtype))
-    versions = (triton.__version__, _source_hash())
-    shape = (kernel, rows, n, k, activations, weights, name)
-    return TuningKey(*shape, *versions, experts, per_token)
+    fields = (*product._replace(device=name), triton.__version__, _source_hash())  # type: ignore[arg-type]
+    return " ".join(map(str, fields))
 
 
-_Choices = Mapping[TuningKey, LinearConfig]
-_trial: ContextVar[tuple[_Choices, dict[TuningKey, list[LinearConfig]]] | None]
+_Choices = Mapping[Product, LinearConfig]
+_trial: ContextVar[tuple[_Choices, dict[Product, list[LinearConfig]]] | None]
 _trial = ContextVar("configurations on trial, and what was looked up", default=None)
 
 
 @contextlib.contextmanager
-def trial(choices: _Choices) -> Iterator[dict[TuningKey, list[LinearConfig]]]:
+def trial(choices: _Choices) -> Iterator[dict[Product, list[LinearConfig]]]:
     """Use these configurations, and defaults for the rest, in this block; nothing is looked up.
 
     Yields a dict that gets the candidates of each product that is looked up, the default first.
     """
-    asked: dict[TuningKey, list[LinearConfig]] = {}
+    asked: dict[Product, list[LinearConfig]] = {}
     token = _trial.set((choices, asked))
     try:
         yield asked
@@ -150,17 +133,18 @@ def trial(choices: _Choices) -> Iterator[dict[TuningKey, list[LinearConfig]]]:
         _trial.reset(token)
 
 
-def lookup(key: TuningKey, candidates: Callable[[], list[LinearConfig]]) -> LinearConfig | None:
-    """Return what was tuned for `key`, or None; `candidates` are the configurations to try.
+def lookup(product: Product, candidates: Callable[[], list[LinearConfig]]) -> LinearConfig | None:
+    """Return what a product was tuned to, or None; `candidates` are the configurations to try.
 
     The file is read at the first call and not again: what another process tunes serves later
-    processes.
+    processes. Raises ValueError for more than four rows of other kernels than `EXPERT_PRODUCTS`.
     """
+    product = _in_class(product)
     if (on_trial := _trial.get()) is not None:
         choices, asked = on_trial
-        asked[key] = candidates()
-        return choices.get(key)
-    tuned = _known(tuning_file()).get(key)
+        asked[product] = candidates()
+        return choices.get(product)
+    tuned = _known(tuning_file()).get(_entry_name(product))
     return None if tuned is None else tuned.config
 
 
@@ -169,7 +153,7 @@ def best_config(product: Product, *, pending: bool = False) -> LinearConfig:
 
     `pending`: whether the kernel also adds a pending output of a layer. It needs more registers
     then, and below compute capability 9, where the same kernel takes up to 50 more. Cached, because
-    steps that are not captured call this for each launch. Raises ValueError as `tuning_key`.
+    steps that are not captured call this for each launch. Raises ValueError as `lookup`.
     """
     choose = _best_config if _trial.get() is None else _best_config.__wrapped__
     multiprocessors = num_multiprocessors(product.device)
@@ -179,7 +163,7 @@ def best_config(product: Product, *, pending: bool = False) -> LinearConfig:
 @cache
 def _best_config(product: Product, multiprocessors: int, tight: bool) -> LinearConfig:
     sizes = (product, multiprocessors, tight)
-    return lookup(tuning_key(product), lambda: candidate_configs(*sizes)) or default_config(*sizes)
+    return lookup(product, lambda: candidate_configs(*sizes)) or default_config(*sizes)
 
 
 def default_config(product: Product, multiprocessors: int, tight: bool = False) -> LinearConfig:
@@ -243,17 +227,15 @@ def bounded_prefetch(config: LinearConfig, product: Product, budget_bytes: int) 
     return replace(config, prefetch=share - share % product.feature_bytes)
 
 
-def store(results: Mapping[TuningKey, Tuned]) -> Path:
-    """Put results into the file, in place of what it has for these keys; return where it is.
+def store(results: Mapping[Product, Tuned]) -> Path:
+    """Put results into the file, in place of what it has for these products; return where it is.
 
     No process reads half a file. A file that cannot be read is replaced.
     """
     path = tuning_file()
     path.parent.mkdir(parents=True, exist_ok=True)
-    entries = [
-        dataclasses.asdict(key) | dataclasses.asdict(tuned)
-        for key, tuned in {**_read(path), **results}.items()
-    ]
+    found = {_entry_name(_in_class(product)): tuned for product, tuned in results.items()}
+    entries = {name: dataclasses.asdict(one) for name, one in {**_read(path), **found}.items()}
     write_file(path, json.dumps({"version": VERSION, "entries": entries}, indent=1))
     _known.cache_clear()
     _best_config.cache_clear()
@@ -266,20 +248,20 @@ def tuning_file() -> Path:
 
 
 @cache
-def _known(path: Path) -> Mapping[TuningKey, Tuned]:
+def _known(path: Path) -> Mapping[str, Tuned]:
     return MappingProxyType(_read(path))
 
 
-def _read(path: Path) -> dict[TuningKey, Tuned]:
+def _read(path: Path) -> dict[str, Tuned]:
     """The entries of the file; none, and a warning, if they cannot be understood."""
     try:
         document = json.loads(path.read_text())
         if document["version"] != VERSION:
             raise ValueError(f"its version is {document['version']!r}, not {VERSION}")
-        return dict(_entry(entry) for entry in document["entries"])
+        return {name: _tuned(**entry) for name, entry in document["entries"].items()}
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, KeyError, TypeError) as error:  # JSON's errors are ValueErrors
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         logger.warning(
             "%s is ignored, kernels run with their defaults: %s: %s (delete it to tune again)",
             *(path, type(error).__name__, error),
@@ -287,11 +269,9 @@ def _read(path: Path) -> dict[TuningKey, Tuned]:
         return {}
 
 
-def _entry(entry: dict[str, Any]) -> tuple[TuningKey, Tuned]:
-    """One entry of the file. Raises ValueError, KeyError or TypeError if it is none."""
-    key = {field.name: entry[field.name] for field in dataclasses.fields(TuningKey)}
-    times = (float(entry[name]) for name in ("microseconds", "default_microseconds"))
-    return TuningKey(**key), Tuned(LinearConfig(**entry["config"]), *times)
+def _tuned(config: dict[str, Any], **times: Any) -> Tuned:
+    """Return an entry of the file. Raises ValueError or TypeError if it is none."""
+    return Tuned(LinearConfig(**config), **{name: float(time) for name, time in times.items()})
 
 
 @cache
