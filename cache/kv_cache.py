@@ -205,21 +205,17 @@ class KVCache:
         held = self._held[request_id]
         if num_tokens <= held.room:
             return []
-        if self.lacking(request_id, num_tokens) > self.pool.num_free:
+        columns = self._columns(num_tokens)
+        missing = [max(0, columns - len(table)) for table in held.tables]
+        if sum(missing) > self.pool.num_free:
             return None
         changes: list[TableChange] = []
-        columns = self._columns(num_tokens)
-        for group, table in enumerate(held.tables):
-            for block in self.pool.allocate(max(0, columns - len(table))):
+        for group, (table, count) in enumerate(zip(held.tables, missing, strict=True)):
+            for block in self.pool.allocate(count):
                 changes.append((group, len(table), block))
                 table.append(block)
         held.room = columns * self.block_size
         return changes
-
-    def lacking(self, request_id: str, num_tokens: int) -> int:
-        """Return how many blocks `grow` would allocate, over all groups."""
-        columns = self._columns(num_tokens)
-        return sum([max(0, columns - len(table)) for table in self._held[request_id].tables])
 
     def growing_groups(self, request_id: str, num_tokens: int, *, decodes: bool) -> int:
         """Count the groups in which a request may hold more blocks before it has `num_tokens`.

@@ -73,7 +73,6 @@ class RequestTracker:
         """End the unfinished requests of a group. The next step returns their output."""
         for request in self._unfinished(group):
             self._finish(request, reason)
-            self._changed[group] = None
 
     def discard(self, group: RequestGroup) -> None:
         """End the requests of a group, if it is known, without an output."""
@@ -84,11 +83,10 @@ class RequestTracker:
 
     def set_paused(self, group: RequestGroup, paused: bool) -> None:
         """Take the rows of the unfinished requests of a group, or let them run again."""
-        change = self._scheduler.pause if paused else self._scheduler.resume
         for request in self._unfinished(group):
             if request.paused != paused:
                 request.paused = paused
-                change(request)
+                self._scheduler.on_paused(request)
 
     def _unfinished(self, group: RequestGroup) -> list[Request]:
         """Return the requests of a group that are queued or running."""
@@ -108,7 +106,6 @@ class RequestTracker:
                 self._end_non_finite(request)
                 continue
             if request.params.max_tokens == 0:
-                self._changed[self._group_of[request]] = None
                 self._finish(request, "length")
                 continue
             taken += 1
@@ -145,9 +142,6 @@ class RequestTracker:
     def end_by_grammar(self, request: Request, error: StructuredOutputError | None) -> None:
         """End a request whose grammar allows no further token: it is complete, or has failed."""
         request.error = error
-        self._changed[self._group_of[request]] = None
-        if request.detokenizer is not None and error is not None:
-            request.detokenizer.finish()  # its text so far is valid, unlike after other errors
         self._finish(request, "stop" if error is None else "error")
 
     def collect(self) -> None:
@@ -199,22 +193,19 @@ class RequestTracker:
             " where float16 overflows"
         )
         self.counts["non_finite"] += 1
-        self._changed[self._group_of[request]] = None
         self._scheduler.publisher.withdraw(request)
-        if request.detokenizer is not None:
-            request.detokenizer.finish()
         self._finish(request, "error")
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
-        if request.detokenizer is not None and reason != "error":
-            request.detokenizer.finish()
+        if request.detokenizer is not None:
+            request.detokenizer.finish()  # also after an error, before which its text is valid
         request.status = _FINISHED
         request.finish_reason = reason
         request.row = None
         request.siblings = []
         self._scheduler.remove(request)
         request.release_buffers()
-        del self._group_of[request]
+        self._changed[self._group_of.pop(request)] = None
         self.counts["finished"] += 1
 
 

@@ -26,7 +26,7 @@ import sys
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import chain, repeat
+from itertools import repeat
 from operator import attrgetter
 
 from ...cache.kv_cache import Admitted, KVCache, TableChange
@@ -225,47 +225,6 @@ class WakeTimes:
         assert all(self._due.values()), "a step without requests"
 
 
-class WaitingQueue:
-    """Requests without a row that have not ended: those that wait for one, and paused ones."""
-
-    def __init__(self) -> None:
-        self._queue: list[Request] = []  # in the order of service
-        self._paused: set[Request] = set()
-
-    def __len__(self) -> int:
-        """Requests that wait for a row."""
-        return len(self._queue)
-
-    def __iter__(self) -> Iterator[Request]:
-        return chain(self._queue, self._paused)
-
-    def push(self, request: Request) -> None:
-        """Add a request, which may be paused."""
-        if request.paused:
-            self._paused.add(request)
-        else:
-            insort(self._queue, request, key=order_of)
-
-    def remove(self, request: Request) -> None:
-        """Remove a request that gets a row, has ended, or is to be added again, paused or not."""
-        if request in self._paused:
-            self._paused.remove(request)
-        else:
-            index = bisect_left(self._queue, request.order, key=order_of)
-            assert self._queue[index] is request, f"request {request.id} is not in the queue"
-            del self._queue[index]
-
-    def head(self) -> Request | None:
-        """Return the first request in the order of service that is not paused, or None."""
-        return self._queue[0] if self._queue else None
-
-    def check_integrity(self) -> None:
-        """Assert the order of service, and that exactly the paused requests are set aside."""
-        assert self._queue == sorted(self._queue, key=order_of)
-        assert all(request.status is not RequestStatus.FINISHED for request in self)
-        assert all(request.paused == (request in self._paused) for request in self)
-
-
 class Scheduler:
     """Owns the queue, the rows and, through `KVCache`, the blocks.
 
@@ -295,8 +254,9 @@ class Scheduler:
         self.max_prefill_rows = max_prefill_rows
         self._step_budget = step_budget
         self._rope_lengths = rope_lengths or RopeLengths()
-        self._waiting = WaitingQueue()
-        self._pausing: list[Request] = []  # paused, with a row
+        self._waiting: list[Request] = []
+        """Requests without a row that have not ended, in the order of service; also paused ones."""
+        self._pausing: dict[Request, None] = {}  # paused, with a row
         self._wakes = WakeTimes()
         self._running = RunningRequests(max_num_seqs)
         self._reserved: dict[Request, int] = {}
@@ -310,8 +270,8 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for a row."""
-        return len(self._waiting)
+        """Requests that wait for a row; paused ones do not."""
+        return sum(not request.paused for request in self._waiting)
 
     @property
     def num_running(self) -> int:
@@ -321,7 +281,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a new request. Alone it must fit into the cache."""
         request.outgrown_at = self._rope_lengths.outgrown_at(request.rope_length)
-        self._waiting.push(request)
+        self._wait(request)
 
     def remove(self, request: Request) -> None:
         """Remove a request that ended, and free its row and blocks.
@@ -333,32 +293,22 @@ class Scheduler:
         if request in self._running.rows:
             self.publisher.publish(request, ends=True)
             self._leave(request)
-            if request.paused:
-                self._pausing.remove(request)
             self.cache.release(request.id)
             return
         self.cache.host.drop(request.id)
-        self._waiting.remove(request)
+        index = bisect_left(self._waiting, request.order, key=order_of)
+        assert self._waiting[index] is request, f"request {request.id} is not in the queue"
+        del self._waiting[index]
 
-    def pause(self, request: Request) -> None:
-        """Take the row and the blocks of an unfinished request until `resume`.
+    def on_paused(self, request: Request) -> None:
+        """Handle an unfinished request whose `paused` the engine has changed.
 
-        The engine has set its `paused`. The next plan preempts it if it has a row, unless its last
-        token is being computed.
+        The next plan preempts it if it has a row, unless its last token is being computed.
         """
-        if request in self._running.rows:
-            self._pausing.append(request)
-        else:
-            self._waiting.remove(request)
-            self._waiting.push(request)
-
-    def resume(self, request: Request) -> None:
-        """Let a paused request wait for a row again. The engine has cleared its `paused`."""
-        if request in self._running.rows:
-            self._pausing.remove(request)
-        else:
-            self._waiting.remove(request)
-            self._waiting.push(request)
+        if not request.paused:
+            self._pausing.pop(request, None)
+        elif request in self._running.rows:
+            self._pausing[request] = None
 
     def plan(self) -> StepPlan:
         """Return the plan of the next launch.
@@ -375,7 +325,7 @@ class Scheduler:
         if due is not None or running.prefilling:
             self._look_at(plan, due or {})
         plan.decode = running.decoding
-        if running.prefilling or (len(self._waiting) and running.free_rows):
+        if running.prefilling or (self._waiting and running.free_rows):
             self._plan_prefill(plan)
             plan.decode = running.decoding
         return plan
@@ -402,7 +352,7 @@ class Scheduler:
         plan.table_updates = [update for update in plan.table_updates if update.row != row]
         self._leave(request)
         self.cache.release(request.id)
-        self._waiting.push(request)
+        self._wait(request)
 
     def forget_contents(self) -> None:
         """Clear the prefix cache, and exclude tokens computed so far from later sharing."""
@@ -466,10 +416,8 @@ class Scheduler:
             request, end = chunk.request, chunk.start + chunk.count
             table = cache.block_table(request.id, group)
             stop = min(end + min(drafts + 1, request.num_unsampled - 1), request.outgrown_at)
-            lacking = 0 if request.siblings else cache.lacking(request.id, stop)
-            if 0 < lacking <= cache.pool.num_free:
-                grown = self._grow(plan, request, stop)
-                assert grown, "there were enough blocks"
+            if not request.siblings:
+                self._grow(plan, request, stop)
             plan.prefill[index] = replace(chunk, draft_stop=len(table) * cache.block_size)
         plan.prompt_drafts = drafts
 
@@ -479,9 +427,10 @@ class Scheduler:
         self._running.check_integrity()
         self.publisher.check_integrity(self._running.rows)
         assert self._reserved.keys() == self._running.rows.keys()
-        self._waiting.check_integrity()
+        assert self._waiting == sorted(self._waiting, key=order_of)
+        assert all(request.status is not RequestStatus.FINISHED for request in self._waiting)
         assert not any(request in self._running.rows for request in self._waiting)
-        assert set(self._pausing) == {request for request in self._running.rows if request.paused}
+        assert self._pausing.keys() == {request for request in self._running.rows if request.paused}
         self._wakes.check_integrity()
         wakes, ending = self._wakes.steps, self._running.ending
         for request in ending:
@@ -493,6 +442,9 @@ class Scheduler:
             assert 0 <= tokens <= request.num_unsampled
             last = request.num_computed + tokens - 1
             assert tokens == 0 or last < self._next_change_position(request)
+
+    def _wait(self, request: Request) -> None:
+        insort(self._waiting, request, key=order_of)
 
     def _look_at(self, plan: StepPlan, due: dict[Request, None]) -> None:
         """Process the due events of decoding requests, and add requests that begin to decode."""
@@ -544,28 +496,25 @@ class Scheduler:
                 budget = self._add_chunk(plan, request, request.num_computed, budget)
         if plan.preempted:  # would readmit them with the blocks they just lost
             return
-        aside: list[Request] = []
+        passed = 0  # requests that do not hold back later ones
         while running.free_rows and budget > 0 and len(plan.prefill) < self.max_prefill_rows:
-            head = self._waiting.head()
-            if head is None:
+            if passed == len(self._waiting):
                 break
+            head = self._waiting[passed]
             self._outgrow(head)
-            if self._waits_for_sibling(head):  # does not block later requests
-                self._waiting.remove(head)
-                aside.append(head)
+            if head.paused or self._waits_for_sibling(head):
+                passed += 1
                 continue
             found = self._admit(head, budget)
             if found is None:
                 break
-            self._waiting.remove(head)
+            del self._waiting[passed]
             row = running.join(head)
             self.publisher.admit(head)
             self._reserve(head)
             self._update_tables(plan, head, self.cache.table_of(head.id))
             plan.admitted.append(Admission(head, row, found))
             budget = self._add_chunk(plan, head, found.num_tokens, budget)
-        for request in aside:
-            self._waiting.push(request)
 
     def _add_chunk(self, plan: StepPlan, request: Request, start: int, budget: int) -> int:
         """Plan a chunk of a prompt within the token budget; return the remaining budget.
@@ -620,9 +569,7 @@ class Scheduler:
         if pairs is None:
             self.cache.release(victim.id)
         self._leave(victim)
-        if victim.paused:
-            self._pausing.remove(victim)
-        self._waiting.push(victim)
+        self._wait(victim)
         plan.preempted.append(Preemption(victim, pairs))
 
     def _admit(self, head: Request, chunk: int) -> Admitted | None:
@@ -676,6 +623,7 @@ class Scheduler:
     def _leave(self, request: Request) -> None:
         """Take the row of a request, whose blocks the caller frees."""
         self._running.leave(request)
+        self._pausing.pop(request, None)
         self._wakes.cancel(request)
         self._num_releases += self._reserved.pop(request) > 0
         self.publisher.leave(request)
@@ -705,12 +653,9 @@ class Scheduler:
 
         This step computes `count` of them.
         """
-        stop = request.num_computed + tokens
-        if self.cache.lacking(request.id, stop) > self.cache.pool.num_free:
+        if not self._grow(plan, request, request.num_computed + tokens):
             return False
         self._wakes.cancel(request)
-        grown = self._grow(plan, request, stop)
-        assert grown, "there were enough blocks"
         self._schedule_next(request, count=count)
         return True
 

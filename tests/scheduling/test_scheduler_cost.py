@@ -75,7 +75,6 @@ def sizes_of(rig: Rig) -> dict[str, int]:
     owners = {
         "scheduler": rig.scheduler,
         "running": rig.scheduler._running,
-        "waiting": rig.scheduler._waiting,
         "publishing": rig.scheduler.publisher,
         "loop": rig.loop,
         "requests": rig.loop.requests,

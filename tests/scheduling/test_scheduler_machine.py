@@ -63,7 +63,7 @@ def watch_admission(rig: Rig) -> None:
         if made.admitted:
             assert cache.pool.num_free >= reserved_for(made.admitted[-1].request)
         budget = min(scheduler.prefill_chunk, scheduler.max_batch_tokens - len(made.decode))
-        head = scheduler._waiting.head()
+        head = next((request for request in scheduler._waiting if not request.paused), None)
         if (
             head is not None
             and scheduler._running.free_rows
