@@ -177,27 +177,20 @@ class RequestOutput:
         """Return the present state of a group of requests; the next deltas begin after it."""
         requests = group.requests
         completions = tuple(map(CompletionOutput, requests))
-        for request in requests:
+        finished, num_preemptions, error = True, 0, None
+        for request in requests:  # once for each row of every step, so without function calls
             request.num_reported_tokens = request.num_output
             if request.detokenizer is not None:
                 request.num_reported_chars = request.detokenizer.num_chars
-        first = requests[0]
-        if len(requests) == 1:  # the common case, once for each row of every step
-            return cls(
-                group.id,
-                group.prompt_ids,
-                completions,
-                first.status is _FINISHED,
-                first.num_preemptions,
-                first.num_cached_tokens or 0,
-                first.error,
-            )
+            finished = finished and request.status is _FINISHED
+            num_preemptions += request.num_preemptions
+            error = request.error if error is None else error
         return cls(
             group.id,
             group.prompt_ids,
             completions,
-            group.finished,
-            sum(request.num_preemptions for request in requests),
-            first.num_cached_tokens or 0,
-            next((request.error for request in requests if request.error is not None), None),
+            finished,
+            num_preemptions,
+            requests[0].num_cached_tokens or 0,
+            error,
         )

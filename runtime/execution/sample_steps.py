@@ -45,16 +45,6 @@ class SampleCase(NamedTuple):
         """Return the columns of the block tables that have positions in use."""
         return max(-(-sum(chunk) // block_size) for chunk in self.chunks)
 
-    def narrowed(self, block_size: int) -> SampleCase:
-        """Return the step limited to these columns."""
-        key = self.key._replace(read_blocks=self.read_blocks(block_size))
-        return self._replace(key=key)
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of the step, without padding."""
-        return sum(count for _, count in self.chunks)
-
 
 def sample_config(model: ModelConfig, *, layers: int, vocabulary: int) -> ModelConfig:
     """Return the model with one layer of each kind, at least `layers`, and at most `vocabulary`
