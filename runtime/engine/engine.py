@@ -119,13 +119,7 @@ class Engine:
         self._failure: BaseException | None = None
         self._ended: EngineUnavailableError | None = None
         self._builder = RequestBuilder(
-            parts.model.config,
-            parts.tokenizer,
-            config.user,
-            longest_sequence=self.max_model_len,
-            embeds_dtype=config.dtype if config.user.prompt_embeds else None,
-            structured_output=config.structured_output,
-            defaults=parts.sampling_defaults,
+            parts.model.config, parts.tokenizer, config, parts.sampling_defaults
         )
         if config.user.structured_output:
             self._builder.make_grammars()  # it warns of a tokenizer that cannot have any
@@ -191,12 +185,9 @@ class Engine:
                 with suppress(RankError):  # they have ended
                     parts.runner.send("close")
                 loop.group.close()
-            if parts.model.stack is not None:
-                parts.model.stack.close()
-            if parts.model.kernels.collectives is not None:
-                parts.model.kernels.collectives.close()
-            if parts.runner.host_arena is not None:
-                parts.runner.host_arena.close()
+            for part in (parts.model.stack, parts.model.kernels.collectives):
+                if part is not None:
+                    part.close()
         # The traceback of a failure holds frames, and these the tensors.
         self._failure = self._parts = self._open_loop = None
         if device.type == "cuda":

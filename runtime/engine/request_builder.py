@@ -16,7 +16,6 @@ import torch
 
 from ...cache.blocks import PrefixHashes
 from ..arguments import MAX_PRIORITY, check_integer
-from ..config import EngineConfig
 from ..detokenizer import IncrementalDetokenizer
 from ..errors import RequestError
 from ..loading.chat_template import ChatPrompt
@@ -24,6 +23,7 @@ from ..loading.tokenizer import TextTokenizer
 from ..logprobs import PromptLogprobs
 from ..models.config import DecoderConfig
 from ..models.decoder import rope_lengths
+from ..models.resolved_config import ResolvedConfig
 from ..prompt_embeds import EmbeddedSpan, PromptEmbeds, check_spans
 from ..prompt_ids import plain_token_ids, too_long, type_name
 from ..request import OutputMatcher, Request, RequestGroup
@@ -51,25 +51,15 @@ class RequestBuilder:
         self,
         config: DecoderConfig,
         tokenizer: TextTokenizer | None,
-        engine: EngineConfig,
-        *,
-        longest_sequence: int,
-        embeds_dtype: torch.dtype | None = None,
-        structured_output: bool = False,
+        engine: ResolvedConfig,
         defaults: SamplingDefaults = NEUTRAL,
     ) -> None:
-        """Accept requests of at most `longest_sequence` tokens, prompt and output.
-
-        `embeds_dtype` is the dtype of embeddings, None if steps cannot read any;
-        `structured_output` whether steps can apply token masks; `defaults` the values of parameters
-        that are left out.
-        """
+        """Accept requests for a model; parameters that they leave out have the `defaults`."""
         self._config = config
         self._tokenizer = tokenizer
         self._engine = engine
-        self._longest = longest_sequence
-        self._embeds_dtype = embeds_dtype
-        self._structured_output = structured_output
+        self._longest = engine.max_model_len
+        """Maximum tokens of a sequence, prompt and output."""
         self._defaults = defaults
         self._grammars: GrammarCompiler | None = None
         """Made for the first grammar; see `make_grammars`."""
@@ -128,7 +118,7 @@ class RequestBuilder:
         params.check_vocabulary(self._config.vocab_size)
         arrival_ns = time.perf_counter_ns()
         arrival = next(self._arrivals)
-        base = params.seed if params.seed is not None else _derive(self._engine.seed, arrival)
+        base = params.seed if params.seed is not None else _derive(self._engine.user.seed, arrival)
         stops = set(params.stop_token_ids)
         if not params.ignore_eos:
             stops.update(self._config.eos_token_ids)
@@ -141,9 +131,9 @@ class RequestBuilder:
         if cache_salt is not None:
             _check_salt(cache_salt)
         hashes, lengths = None, self._rope_lengths
-        if self._engine.prefix_cache:
+        if self._engine.user.prefix_cache:
             variant = b"" if lengths is None else lengths.variant(len(prompt_ids))
-            hashes = PrefixHashes(self._engine.block_size, cache_salt or "", variant)
+            hashes = PrefixHashes(self._engine.user.block_size, cache_salt or "", variant)
         matchers = self._matchers(params)
         requests = [
             Request(
@@ -187,7 +177,7 @@ class RequestBuilder:
         field = next((name for name in restrictions if getattr(params, name)), None)
         if field is None:
             return [None] * params.n
-        if not self._structured_output:
+        if not self._engine.structured_output:
             raise RequestError(
                 f"{field} needs token masks, which this engine was started without: set"
                 " structured_output=True in its EngineConfig",
@@ -238,14 +228,14 @@ class RequestBuilder:
                         "truncate_prompt_tokens cannot cut a prompt with embeddings",
                         field="truncate_prompt_tokens",
                     )
-                if self._embeds_dtype is None:
+                if not self._engine.user.prompt_embeds:
                     raise RequestError(
                         "the prompt has embeddings, but this engine has no buffer for them:"
                         " set prompt_embeds=True in its EngineConfig",
                         field=field,
                     )
                 token_ids = self.check_token_ids(prompt.token_ids)
-                size, dtype = self._config.hidden_size, self._embeds_dtype
+                size, dtype = self._config.hidden_size, self._engine.dtype
                 spans = check_spans(prompt.spans, len(token_ids), size, dtype)
             elif isinstance(prompt, ChatPrompt):
                 field = "messages"

@@ -128,21 +128,18 @@ class RowState:
         `masks`: token masks, if steps may have any. `drafts`: those that a row keeps.
         """
         rows = max_num_seqs + 1
-        rope_lengths = None
-        if rope_by_length:
-            rope_lengths = torch.zeros(rows, dtype=torch.int64, device=device)
+
+        def ints(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
         return cls(
-            token_ids=torch.zeros(rows, dtype=torch.int64, device=device),
-            positions=torch.zeros(rows, dtype=torch.int64, device=device),
-            block_tables=torch.zeros(
-                num_groups, rows, max_blocks_per_row, dtype=torch.int32, device=device
-            ),
+            token_ids=ints(rows),
+            positions=ints(rows),
+            block_tables=ints(num_groups, rows, max_blocks_per_row, dtype=torch.int32),
             sampling=SamplingState.allocate(max_num_seqs, vocab_size, device),
-            rope_lengths=rope_lengths,
+            rope_lengths=ints(rows) if rope_by_length else None,
             masks=masks,
-            drafts=None
-            if not drafts
-            else torch.zeros(rows, drafts, dtype=torch.int64, device=device),
+            drafts=ints(rows, drafts) if drafts else None,
         )
 
     @classmethod
@@ -178,10 +175,6 @@ class RowState:
             if part := found.pop(name):
                 found |= {f"{name}.{f.name}": getattr(part, f.name) for f in fields(part)}
         return {name: tensor for name, tensor in found.items() if tensor is not None}
-
-    def addresses(self) -> dict[str, int]:
-        """Return the device address of each tensor, which must never change."""
-        return {name: tensor.data_ptr() for name, tensor in self.tensors().items()}
 
     def accept(
         self, rows_B: torch.Tensor, tokens_BN: torch.Tensor, accepted_B: torch.Tensor

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pickle
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial, wraps
@@ -75,17 +75,6 @@ class DrafterCache:
     group: int
     """The layer group of the target whose block tables it uses."""
 
-    def addresses(self) -> Mapping[str, int]:
-        """Return the addresses that captured steps contain."""
-        host = {} if self.host is None else {"drafter host arena": self.host.address}
-        return {"drafter arena": self.arena.tensor.data_ptr(), **host}
-
-    def close(self) -> None:
-        """Release the drafter, and unpin the arena for swapped requests."""
-        self.drafter.close()
-        if self.host is not None:
-            self.host.close()
-
     def clear(self, blocks: Sequence[int]) -> None:
         """Zero blocks, in all layers, so that nothing of their last request is left."""
         pinned = self.arena.tensor.is_cuda  # see `Arena.copy_blocks`
@@ -111,6 +100,7 @@ class BlockCopies:
     ) -> None:
         """Copy blocks of these arenas; see `Runner`. `send`: to the other ranks, on rank 0."""
         self.arenas = [(arena, host)]
+        """Each with the arena for swapped requests; None: no swapping."""
         if drafter is not None:
             self.arenas.append((drafter.arena, drafter.host))
         self._drafter, self._send = drafter, send
@@ -344,7 +334,6 @@ class Runner:
             sizes = HostOutputs.sizes(config, model.config.vocab_size)
             self.outputs = HostOutputs(sizes, device)
         self.arena = arena
-        self.host_arena = host
         self.drafter = drafter
         # Not a method of the runner, which would be in a cycle and outlive its engine.
         send = (lambda *_: None) if group is None else group.send
@@ -409,19 +398,17 @@ class Runner:
     @property
     def host_cache_nbytes(self) -> int:
         """Bytes of the arenas for swapped requests."""
-        arenas = self.host_arena, None if self.drafter is None else self.drafter.host
-        return sum(arena.nbytes for arena in arenas if arena is not None)
+        return sum(host.nbytes for _, host in self.blocks.arenas if host is not None)
 
     def addresses(self) -> dict[str, int]:
-        """Return the device address of everything that captured steps read or write."""
-        return {
-            "arena": self.arena.tensor.data_ptr(),
-            **({} if self.host_arena is None else {"host arena": self.host_arena.address}),
-            **self._writer.addresses(),
-            **{f"state.{k}": v for k, v in self.state.addresses().items()},
-            **({} if self.drafter is None else self.drafter.addresses()),
-            "hidden": self.scorer.hidden.data_ptr(),
-        }
+        """Return the address of everything that captured steps and copies read or write."""
+        tensors = self.state.tensors() | {"hidden": self.scorer.hidden}
+        found = self._writer.addresses() | {k: t.data_ptr() for k, t in tensors.items()}
+        for number, (arena, host) in enumerate(self.blocks.arenas):
+            found[f"arena {number}"] = arena.tensor.data_ptr()
+            if host is not None:
+                found[f"host arena {number}"] = host.address
+        return found
 
     def check_integrity(self) -> None:
         """Assert that no address has changed and that the null row is unused."""
@@ -430,11 +417,11 @@ class Runner:
         assert not self.state.block_tables[:, self.null_row].any()
 
     def close(self) -> None:
-        """Release all steps and their compiled code."""
-        if self.masks is not None:
-            self.masks.close()
-        if self.drafter is not None:
-            self.drafter.close()
+        """Release all steps and their compiled code, the drafter and memory of the host."""
+        drafter = None if self.drafter is None else self.drafter.drafter
+        for part in (self.masks, drafter, *(host for _, host in self.blocks.arenas)):
+            if part is not None:
+                part.close()
         self.library.close()
         self.functions.close()
 

@@ -157,11 +157,6 @@ def _ragged(
     return drafts, times.multiple(size + best)
 
 
-# What decides which rows verify how many drafts. No torch.
-#
-# The account is charged for each step that drafts: that looks for drafts, verifies or proposes
-# some. While it is overdrawn none does. All steps add a small share of their time.
-
 FIRST_TIMED, TIMED_AFTER, TIMED_STEPS = 8, 128, 4
 """Steps that draft after which some decode steps are run, at first and later, so that their time
 remains known; and how many. The first of them does not count: it finds the caches cold."""
@@ -181,7 +176,8 @@ processes."""
 class Speculator(ABC):
     """Chooses which drafts are verified. Keeps an account of the time that they gain and cost.
 
-    Counts drafts, and follows the steps of a loop from launch to commit.
+    The account is charged for each step that drafts: that looks for drafts, verifies or proposes
+    some. While it is overdrawn none does. Follows the steps of a loop from launch to commit.
     """
 
     config: Speculation
@@ -393,18 +389,14 @@ class Speculator(ABC):
 #     device      decode, propose x y z      verify x y z, propose u v w  verify u v ...
 #     host        plan N + 1: verify 3       commit N, plan N + 2         commit N + 1
 #
-# A step that proposes takes longer, whether or not its drafts are verified. When the account is
-# overdrawn the drafter is paused. Each decode step refunds a little; once there is enough, a few
-# steps propose, and go on if their drafts gain time. Slow steps among fast ones are what a 99th
-# percentile shows, so these are fewer than one in a hundred.
+# A step that proposes takes longer, whether or not its drafts are verified. A 99th percentile shows
+# slow steps among fast ones, so in pauses fewer than one step in a hundred proposes.
 #
 # Steps with token masks propose nothing. Of rows whose output follows a grammar, tokens that it
 # forces are verified. Only before such a step the loop commits the step in flight (`waits`).
 #
-# On an asynchronous device the next step is planned before the host has read the drafts. Their row
-# keeps them (`unread`), and the host chooses how many are verified by how many it has accepted so
-# far, by number of the draft. Where it knows the drafts, it sends them, and chooses by the
-# probabilities that the drafter gave them.
+# Of drafts that are `unread`, the host chooses how many are verified by how many it has accepted so
+# far, by number of the draft; of others, by the probabilities that the drafter gave them.
 
 PAUSED_TIME = 0.7
 """Decode steps that a draft after a prompt must be worth while the drafter is paused: it was judged
@@ -507,9 +499,7 @@ class DrafterSpeculator(Speculator):
 # next step (`waits`): the device then idles for the work of the host, which the measured times of
 # these steps contain.
 #
-# Lookups are paid from the account too. When it is overdrawn, nothing is looked up until decode
-# steps have paid, and a step costs a comparison. Prompts are indexed in the steps that compute
-# them, which is not charged.
+# Prompts are indexed in the steps that compute them, which the account is not charged for.
 
 INDEXED_PER_STEP = 512
 """Tokens that are indexed between two steps, of all rows: about a quarter of a millisecond."""

@@ -197,8 +197,9 @@ def test_a_cuda_device_is_measured_by_its_allocator(tiny: Tiny) -> None:
     measured = {name: terms[name]["measured"] for name in ("weights", "cache", "static_buffers")}
     assert measured == {"weights": 1000, "cache": 200, "static_buffers": 30}
     assert not any(terms[name]["note"] for name in measured)
-    assert parts.runner.host_arena is not None
-    assert terms["host_cache"]["measured"] == parts.runner.host_arena.nbytes
+    ((_, host),) = parts.runner.blocks.arenas
+    assert host is not None
+    assert terms["host_cache"]["measured"] == host.nbytes
     assert terms["host_buffers"]["measured"] == parts.runner.inputs.nbytes
 
 

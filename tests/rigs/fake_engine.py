@@ -41,9 +41,6 @@ Prompt = list[int]
 class EngineRunner(FakeRunner):
     """What an engine calls besides what its loop calls."""
 
-    commands: Any = None
-    host_arena: Any = None
-    max_prefill_rows = 8
     times_device = False
     library: Any = SimpleNamespace(steps={}, misses=0, padding_fraction=0.0)
 
