@@ -47,6 +47,7 @@ USES_OF_OPEN: list[Callable[[Engine], object]] = [
     lambda engine: engine.has_unfinished(),
     lambda engine: engine.stats(),
     lambda engine: engine.check_integrity(),
+    lambda engine: engine.reset_prefix_cache(),
     lambda engine: engine.__enter__(),
 ]
 

@@ -96,19 +96,24 @@ def test_completions_share_the_prompt_of_the_first(
     assert engine.stats()["output_tokens"] == 3 * max_tokens
 
 
-@pytest.mark.parametrize(("host_cache_bytes", "prefix_cache"), [(1 << 20, True), (0, False)])
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"host_cache_bytes": 1 << 20},
+        {"prefix_cache": False},
+        {"mode": "graph", "compile": False, "max_model_len": 96, "buckets": (1, 4)},
+    ],
+    ids=str,
+)
 def test_preempted_prompts_are_scored_once(
-    open_engine: Open, base: TinyModel, host_cache_bytes: int, prefix_cache: bool
+    open_engine: Open, fake_graphs: FakeGraphs, base: TinyModel, config: dict[str, Any]
 ) -> None:
-    """Decoding rows grow and preempt a prompt between two of its chunks. They do not change."""
-    engine = open_engine(
-        "base",
-        block_size=4,
-        prefill_chunk=2,
-        num_blocks=40,
-        prefix_cache=prefix_cache,
-        host_cache_bytes=host_cache_bytes,
-    )
+    """Decoding rows grow and preempt a prompt between two of its chunks. They do not change.
+
+    Captured steps run after the host has launched the next one.
+    """
+    engine = open_engine("base", block_size=4, prefill_chunk=2, num_blocks=40, **config)
+    fake_graphs.stream.behind = "mode" in config
     long, *urgent = base.prompts(70, 24, 24)
     for index, prompt in enumerate(urgent):
         engine.add_request(prompt, greedy(30), str(index))
@@ -119,28 +124,6 @@ def test_preempted_prompts_are_scored_once(
     assert done["long"].token_ids == base.greedy([long], 8)[0]
     assert [done[str(i)].token_ids for i in range(2)] == base.greedy(urgent, 30)
     assert engine.stats()["scored_prompt_tokens"] == 69
-
-
-def test_steps_in_flight(open_engine: Open, fake_graphs: FakeGraphs, base: TinyModel) -> None:
-    """Captured steps of a device that works after the host has launched the next one."""
-    engine = open_engine(
-        "base",
-        mode="graph",
-        compile=False,
-        max_model_len=96,
-        buckets=(1, 4),
-        block_size=4,
-        num_blocks=28,
-        prefill_chunk=16,
-        host_cache_bytes=1 << 20,
-    )
-    fake_graphs.stream.behind = True
-    prompts = base.prompts(40, 21, 22, 23, 5)
-    outputs = engine.generate(prompts, greedy(20, prompt_logprobs=3))
-    assert_all(outputs, base, prompts)
-    assert [output.token_ids for output in outputs] == base.greedy(prompts, 20)
-    assert engine.stats()["preemptions"] > 0
-    assert engine.stats()["fallbacks"] == 0
 
 
 def test_embeddings_have_no_score(open_engine: Open, base: TinyModel) -> None:

@@ -29,6 +29,7 @@ from stepgraph.runtime import (
 
 from ..rigs.engine_rig import parts_of, run
 from ..rigs.fake_engine import check_serves, expected, fake_engine, params
+from .test_engine_lifetime import USES, USES_OF_OPEN
 
 SECONDS = 120
 """What a test that would hang waits."""
@@ -214,25 +215,11 @@ def test_a_forked_child_is_refused() -> None:
     engine = fake_engine()
     engine.add_request([1, 2], params(1), "parent's")
     engine.step()
-    uses: list[Callable[[], object]] = [
-        engine.step,
-        engine.stats,
-        engine.has_unfinished,
-        engine.reset_prefix_cache,
-        engine.check_integrity,
-        engine.timeline,
-        lambda: engine.add_request([1]),
-        lambda: engine.abort("parent's"),
-        lambda: engine.generate([[1]]),
-        lambda: engine.score([1, 2]),
-        lambda: engine.kv_bytes_read(1),
-        engine.__enter__,
-    ]
 
     def child() -> None:
-        for use in uses:
+        for use in (*USES, *USES_OF_OPEN):
             with pytest.raises(EngineForkedError):
-                use()
+                use(engine)
         engine.close()
         engine.__exit__(None, None, None)
         check_serves(fake_engine())  # its own

@@ -11,7 +11,7 @@ import pytest
 from stepgraph.runtime.request import Request, RequestStatus
 
 from ..rigs.fake_device import requests_of
-from ..rigs.scheduler_rig import Rig, groups_of
+from ..rigs.scheduler_rig import Rig
 
 
 def test_admission_is_by_priority_then_arrival() -> None:
@@ -156,28 +156,3 @@ def test_without_consent_nothing_is_shared(salt: str, prefix: bool) -> None:
         rig.step()
         assert chunk_of(rig, same) == (16, 4)
     rig.drain()
-
-
-@pytest.mark.parametrize("in_flight", [0, 1])
-@pytest.mark.parametrize("windows", WINDOWS, ids=str)
-def test_all_that_fit_alone_end(windows: Any, in_flight: int) -> None:
-    """Waiting children, prompts that wait for blocks in their middle, preempted ones, priorities:
-    the cache holds one longest sequence, and there are as many rows as one likes.
-    """
-    block_size = prefill_chunk = 2
-    rig = Rig(
-        windows=windows,
-        usable_blocks=sum(g.most_blocks(30, block_size, prefill_chunk) for g in groups_of(windows)),
-        block_size=block_size,
-        prefill_chunk=prefill_chunk,
-        in_flight=in_flight,
-    )
-    requests = [
-        request
-        for index in range(10)
-        for request in rig.add_group(
-            29 - 2 * index, n=1 + index % 3, priority=index % 2, max_tokens=1 + index
-        )
-    ]
-    rig.finish(*requests, limit=rig.work)
-    assert rig.loop.counts["preemptions"] > 0 or None not in windows

@@ -22,7 +22,6 @@ from hypothesis.stateful import (
 from stepgraph.runtime.engine.request_output import CompletionOutput, RequestOutput
 from stepgraph.runtime.request import Request, RequestGroup, RequestStatus
 from stepgraph.runtime.rope_lengths import RopeLengths
-from stepgraph.runtime.scheduling.plan import StepPlan
 
 from ..rigs.fake_device import VOCAB, Windows, oracle
 from ..rigs.scheduler_rig import Rig, groups_of
@@ -40,43 +39,6 @@ pytestmark = pytest.mark.usefixtures("no_tracebacks")
 def fail_sometimes(rng: random.Random, name: str, count: int) -> int | None:
     """Let a third of the copies fail, before the first one or after any of them."""
     return rng.randint(0, count) if rng.random() < 0.3 else None
-
-
-def watch_admission(rig: Rig) -> None:
-    """Check each plan of a cache with full attention only, in which nothing is found by content.
-
-    A request is admitted if its tokens fit beside one more block for each running request that is
-    served before it and can still need one; requests that are served after it do not count.
-    """
-    scheduler, cache = rig.scheduler, rig.cache
-    plan_step = scheduler.plan
-
-    def reserved_for(request: Request) -> int:
-        def grows(other: Request) -> bool:
-            longest = len(other.prompt_ids) + other.max_tokens - 1
-            return longest > len(cache.block_table(other.id)) * cache.block_size
-
-        return sum(r.order < request.order and grows(r) for r in scheduler._running)
-
-    def plan() -> StepPlan:
-        made = plan_step()
-        if made.admitted:
-            assert cache.pool.num_free >= reserved_for(made.admitted[-1].request)
-        budget = min(scheduler.prefill_chunk, scheduler.max_batch_tokens - len(made.decode))
-        head = next((request for request in scheduler._waiting if not request.paused), None)
-        if (
-            head is not None
-            and scheduler._running.free_rows
-            and not made.preempted
-            and made.prefill_tokens < budget
-            and len(made.prefill) < scheduler.max_prefill_rows
-            and not scheduler._waits_for_sibling(head)
-        ):
-            needed = -(-head.num_tokens // cache.block_size)
-            assert needed + reserved_for(head) > cache.pool.num_free, "there was room for it"
-        return made
-
-    scheduler.plan = plan  # type: ignore[method-assign]
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -113,8 +75,6 @@ class SchedulerMachine(RuleBasedStateMachine):
             tokens_per_row=tokens_per_row,
             **sizes,
         )
-        if self.rig.windows == (None,) and not self.rig.prefix and tokens_per_row == 1:
-            watch_admission(self.rig)
         self.ended_early = False
         if faults is not None:
             self.rig.runner.fail_after = partial(fail_sometimes, random.Random(faults))

@@ -18,7 +18,7 @@ from ..rigs.engine_rig import Open, greedy, loop_of
 from ..rigs.fake_graphs import FakeGraphs, make_fake_graphs  # noqa: F401
 from ..rigs.speculation_rig import guess
 from ..rigs.tiny_models import Tiny, TinyModel
-from .test_drafter_engine import drafting, let_drafts_take_long
+from .test_drafter_engine import drafting
 from .test_speculation import MIXED, SIZES, run_mixed
 
 DRAFTS = 3
@@ -160,36 +160,3 @@ def test_a_row_keeps_no_drafts_of_its_last_request(open_async: Open, base: TinyM
             assert request.num_drafts or not drafts[0].any()
     assert outputs["second"].token_ids == expected.token_ids
     assert seen["own"] > own
-
-
-def test_log_probabilities_of_chosen_tokens(open_async: Open, base: TinyModel) -> None:
-    """Rows whose drafts are in flight, or were proposed after the prompt, decode one token."""
-    prompts = base.prompts(9, 7, 12, 5)
-    chosen = greedy(9, logprobs=0, logprob_token_ids=(3, 40))
-    params = [greedy(20), chosen, greedy(14), chosen]
-    expected = open_async("base").generate(prompts, params)
-    engine = open_async("base", speculation=drafting(base.directory, DRAFTS), max_num_seqs=2)
-    found = engine.generate(prompts, params)
-    for own, plain in zip(found, expected, strict=True):
-        (one,), (other,) = own.completions, plain.completions
-        assert one.token_ids == other.token_ids
-        for entry, reference in zip(one.logprobs or (), other.logprobs or (), strict=True):
-            assert entry.top == pytest.approx(reference.top, abs=1e-4)
-    assert engine.stats()["speculation"]["drafted"] > 0
-
-
-@pytest.mark.parametrize(("credit", "most"), [(-1e9, 0), (4.0, 20)])
-def test_a_drafter_that_does_not_pay_rests(
-    open_async: Open, base: TinyModel, credit: float, most: int
-) -> None:
-    """The steps without drafts stay in flight too."""
-    engine = open_async("base", speculation=drafting(base.directory, DRAFTS, adaptive=True))
-    let_drafts_take_long(engine, credit)  # as after steps that lost the rest
-    seen = watch(engine)
-    (output,) = engine.generate(base.prompts(9), greedy(50))
-    assert len(output.token_ids) == 50
-    assert seen["own"] == 0
-    assert seen["in flight"] == seen["steps"] - 1
-    stats = engine.stats()["speculation"]
-    assert bool(most) <= stats["proposing_steps"] <= most
-    assert stats["verify_steps"] == 0
