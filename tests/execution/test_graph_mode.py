@@ -15,6 +15,7 @@ from stepgraph.runtime import Engine, SamplingParams
 from ..rigs.engine_rig import Open, loop_of, run, shown
 from ..rigs.fake_graphs import FakeGraphs, make_fake_graphs  # noqa: F401
 from ..rigs.tiny_models import Tiny, TinyModel
+from ..speculation.test_speculation import run_mixed
 
 Both = Callable[..., tuple[Engine, Engine]]
 GREEDY = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
@@ -113,20 +114,26 @@ def test_a_steady_launch_is_one_replay(
 @pytest.mark.parametrize("variant", ["base", "qwen3", "gemma3", "deepseek_v2"])
 def test_greedy_tokens(open_captured: Open, tiny: Tiny, variant: str) -> None:
     """Requests come while others decode; prompts are longer than a chunk, rows change hands."""
-    prompts, final = tiny(variant).prompts(3, 50, 1, 17, 9, 33), {}
+    prompts = tiny(variant).prompts(3, 50, 1, 17, 9, 33)
     engine = open_captured(variant, prefill_chunk=16, block_size=8)
-    for index, prompt in enumerate(prompts):
-        engine.add_request(prompt, GREEDY, str(index))
-        for _ in range(4):
-            final |= {output.request_id: output.token_ids for output in engine.step()}
-    while engine.has_unfinished():
-        final |= {output.request_id: output.token_ids for output in engine.step()}
-    assert [final[str(i)] for i in range(6)] == tiny(variant).greedy(prompts, 20)
+    found = run_mixed(engine, prompts, [GREEDY] * 6)
+    assert [found[f"r{5 - i}/0"][0] for i in range(6)] == tiny(variant).greedy(prompts, 20)
     check_captured(engine)
 
 
-def test_sampled_tokens_and_their_log_probabilities(open_both: Both, base: TinyModel) -> None:
-    """Penalties are state on the device; completions of one prompt fork."""
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"max_model_len": 64, "num_blocks": 18},
+        {"max_model_len": 64, "num_blocks": 18, "host_cache_bytes": 1 << 20},
+    ],
+    ids=str,
+)
+def test_sampled_tokens_and_their_log_probabilities(
+    open_both: Both, base: TinyModel, config: dict[str, Any]
+) -> None:
+    """Penalties are state on the device; completions of one prompt fork, or are preempted."""
     prompts = base.prompts(30, 4, 12)
     params = [
         SamplingParams(
@@ -136,28 +143,17 @@ def test_sampled_tokens_and_their_log_probabilities(open_both: Both, base: TinyM
         SamplingParams(max_tokens=12, temperature=0.0, logprobs=2, min_tokens=6),
         SamplingParams(max_tokens=25, temperature=1.3, seed=9, logit_bias={5: 4.0, 6: -9.0}, n=2),
     ]  # fmt: skip
-    captured, eager = open_both("base", prefill_chunk=8, block_size=4)
+    captured, eager = open_both("base", prefill_chunk=8, block_size=4, **config)
     both = [engine.generate(prompts, params) for engine in (captured, eager)]
     assert shown(both[0]) == shown(both[1])
     entries = [[p for o in outputs for c in o.completions for p in c.logprobs] for outputs in both]
     for a, b in zip(*entries, strict=True):
         assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
         assert a.top == pytest.approx(b.top, abs=1e-4)
-    assert captured.stats()["cache"]["forks"] > 0
-    check_captured(captured)
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("host_bytes", [1 << 20, 0])
-def test_preempted_requests(open_both: Both, base: TinyModel, host_bytes: int) -> None:
-    small = {"block_size": 4, "num_blocks": 28, "prefill_chunk": 16, "host_cache_bytes": host_bytes}
-    captured, eager = open_both("base", **small)
-    prompts = base.prompts(20, 21, 22, 23, 5)
-    sampled = SamplingParams(max_tokens=20, temperature=0.8, seed=2, ignore_eos=True)
-    params = [GREEDY, sampled, GREEDY, sampled, GREEDY]
-    assert shown(captured.generate(prompts, params)) == shown(eager.generate(prompts, params))
-    assert captured.stats()["preemptions"] > 0
-    assert (captured.stats()["cache"]["swapped_in"] > 0) == (host_bytes > 0)
+    stats = captured.stats()
+    assert stats["cache"]["forks"] > 0
+    assert (stats["preemptions"] > 0) == ("num_blocks" in config)
+    assert (stats["cache"]["swapped_in"] > 0) == ("host_cache_bytes" in config)
     check_captured(captured)
 
 

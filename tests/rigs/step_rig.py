@@ -34,7 +34,6 @@ class StepRig:
         block_size: int,
         lanes: int,
         drafts: int,
-        kept_drafts: int = 0,
         prefill_tokens: int = 1,
         hidden: int = 0,
         params: Sequence[SamplingParams] = (),
@@ -53,7 +52,6 @@ class StepRig:
             block_size: slots of a block.
             lanes: rows of the largest step.
             drafts: most drafts of a row in a verify step.
-            kept_drafts: drafts that rows keep on the device.
             prefill_tokens: tokens of the largest prefill step.
             hidden: tokens whose hidden states prefill steps keep; 0: none.
             params: of the first rows; the others are greedy.
@@ -74,7 +72,6 @@ class StepRig:
             config.vocab_size,
             device,
             rope_by_length=self.decoder.plan.rope_by_length,
-            drafts=kept_drafts,
         )
         order = 1 + torch.randperm(blocks - 2, dtype=torch.int32, generator=generator)
         self.state.block_tables[:, :rows] = order.view(len(groups), rows, columns)

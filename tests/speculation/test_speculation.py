@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 from stepgraph.runtime import Engine, SamplingParams, Speculation
 from stepgraph.runtime.kernels import have_compiler
-from stepgraph.runtime.scheduling.plan import StepPlan
 
-from ..rigs.engine_rig import Open, greedy, loop_of
+from ..rigs.engine_rig import Open, greedy, run
 from ..rigs.fake_graphs import FakeGraphs, make_fake_graphs  # noqa: F401
 from ..rigs.speculation_rig import guess
 from ..rigs.tiny_models import Tiny, TinyModel
@@ -64,14 +63,14 @@ def run_mixed(
     return found
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("right", [0.9, 0.3])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, "convolutions"])
 def test_tokens_are_those_of_plain_decoding(
     open_engine: Open, tiny: Tiny, fake_graphs: FakeGraphs, case: str, right: float
 ) -> None:
     """Of all parameters, with drafts that are right and wrong; one request is as long as can be."""
-    variant, config = CASES[case]
+    variant, config = CASES.get(case, ("lfm2", {}))
     if config.get("mode") == "compile":
         if not have_compiler():
             pytest.skip("needs a C++ compiler")
@@ -147,11 +146,7 @@ def test_requests_draft_from_outputs_of_their_salt(open_engine: Open) -> None:
     def accepted(salt: str | None) -> int:
         before = engine.stats()["speculation"]["accepted"]
         engine.add_request(prompt, params, "r", cache_salt=salt)
-        tokens = []
-        while engine.has_unfinished():
-            for output in engine.step():
-                tokens = output.completions[0].token_ids
-        assert tokens == plain.generate([prompt], params)[0].token_ids
+        assert run(engine)["r"].token_ids == plain.generate([prompt], params)[0].token_ids
         return int(engine.stats()["speculation"]["accepted"]) - before
 
     alone = accepted("a")
@@ -160,26 +155,3 @@ def test_requests_draft_from_outputs_of_their_salt(open_engine: Open) -> None:
     assert accepted("a") > alone + 8
     assert accepted("c") == alone
     assert accepted(None) > alone + 8
-
-
-def test_a_failed_copy_leaves_nothing_behind(
-    open_engine: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The plan of a step that is not launched is not waited for."""
-    fields = {"num_blocks": 24, "host_cache_bytes": 1 << 20}
-    engine = open_engine("base", **SIZES | fields, speculation="suffix")
-    runner, failures = loop_of(engine).runner, []
-    copy_in = runner.blocks.copy_in
-
-    def fail(plan: StepPlan) -> None:
-        if not failures and any(admission.found.swap_in for admission in plan.admitted):
-            failures.append(plan)
-            raise RuntimeError("injected")
-        copy_in(plan)
-
-    monkeypatch.setattr(runner.blocks, "copy_in", fail)
-    prompts = [[n, n + 1, n + 2] * 3 for n in range(4, 10)]
-    engine.generate(prompts, SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True))
-    assert failures
-    assert engine.stats()["failed_copies"] == 1
-    engine.check_integrity()
