@@ -345,12 +345,8 @@ def measure_steps(
     On a CPU, only the activations that the stack of layers keeps allocated.
 
     Scoring of prompt tokens counts among the logits. It runs between steps and can use the memory
-    of their sampling, unless that is captured. Its kernels are loaded here.
-
-    Args:
-        runner: whose steps are run.
-        model: what they run.
-        captured: the peaks of warm-ups, if steps are replayed.
+    of their sampling, unless that is captured. Its kernels are loaded here. Of captured steps,
+    `captured` has the peaks.
     """
     notes: dict[str, str] = {}
     measured: dict[str, int] = {}

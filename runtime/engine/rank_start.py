@@ -37,10 +37,7 @@ def open_nccl(
 ) -> ProcessGroupCollectives:
     """Return the collectives of this rank over NCCL (gloo on a CPU); all ranks call it.
 
-    Args:
-        group: the ranks.
-        device: of this rank.
-        limit_seconds: how long operations wait for another rank.
+    Operations wait for another rank no longer than `limit_seconds`.
 
     Raises:
         KernelSelfTestError: they cannot be opened on some rank.

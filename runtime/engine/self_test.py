@@ -22,9 +22,9 @@ from ...cache.blocks import NULL_BLOCK
 from ...graphs.steps import Capture, CudaGraphCapturer
 from ..config import MAX_ROWS
 from ..errors import KernelSelfTestError
-from ..execution.sample_steps import SampleCase, SampleSteps, sample_cases, sample_config
+from ..execution.sample_steps import SampleCase, SampleSteps, sample_config
 from ..execution.step_functions import on_device
-from ..execution.step_key import StepOutput
+from ..execution.step_key import StepKey, StepOutput, StepSizes
 from ..kernels import (
     Kernels,
     opaque_experts,
@@ -61,7 +61,7 @@ class _Sample(NamedTuple):
     attention: str  # name of the pattern for attention, with plain layers around it
     num_layers: int
     vocabulary: int  # tokens at most
-    rows: tuple[int, ...]  # classes of rows that kernels are compiled for
+    rows: tuple[int, ...]  # classes of rows that kernels are compiled for, by their limits
     tokens: int  # of a prefill step at most
     longest: int  # tokens of the longest row
 
@@ -84,6 +84,8 @@ _GPU = _Sample(
     tokens=512,
     longest=1000,  # several splits
 )
+_SHORT = 100
+"""Maximum cached tokens of each row except the longest."""
 _STEP_TOLERANCES = 4
 """The tolerance of a step, in tolerances of an operation."""
 _DEPENDENT_REPLAYS = 20
@@ -161,14 +163,7 @@ def _passing(
         patterns = [(sample.attention, kernels)]
     cut = sample_config(model, layers=sample.num_layers, vocabulary=sample.vocabulary)
     generator = torch.Generator().manual_seed(seed)
-    cases = sample_cases(
-        config,
-        kernels,
-        generator,
-        row_classes=sample.rows,
-        tokens=min(sample.tokens, config.prefill_chunk),
-        longest=sample.longest,
-    )
+    cases = _sample_cases(sample, config, kernels, generator)
     with closing(SampleSteps(cut, config, reference, cases, seed)) as plain:
         size = config.user.block_size
         expected = [_step_results(plain, case, case.read_blocks(size)) for case in cases]
@@ -194,6 +189,38 @@ def _passing(
             if fails(dependent_launch_failure(steps, cases, CudaGraphCapturer(device))):
                 passed = dataclasses.replace(passed, dependent_launch=False)
     return passed
+
+
+def _sample_cases(
+    sample: _Sample, config: ResolvedConfig, kernels: Kernels, generator: torch.Generator
+) -> list[SampleCase]:
+    """Return the steps to run: decode steps of the largest bucket of each class of rows (none of
+    larger buckets), and prefill steps of the smallest and the largest bucket of a sample."""
+    sizes = StepSizes.choose(config, kernels)
+    width, limit = sizes.read_blocks.largest, config.max_model_len
+    fitting = (next((c for c in sample.rows if rows <= c), None) for rows in sizes.rows)
+    by_class = dict(zip(fitting, sizes.rows, strict=True))
+    by_class.pop(None, None)
+
+    def below(bound: int) -> int:
+        return int(torch.randint(max(1, min(bound, limit)), (), generator=generator))
+
+    cases = []
+    for rows in by_class.values():
+        used = rows - 1 if rows > 4 else rows
+        starts = [min(limit, sample.longest) - 1, 0, *(below(_SHORT) for _ in range(used))][:used]
+        chunks = tuple((start, 1) for start in starts)
+        cases.append(SampleCase(StepKey("decode", rows, width, False), chunks))
+    most_rows, most_tokens = config.max_prefill_rows, min(sample.tokens, config.prefill_chunk)
+    prefills = [sizes.tokens.sizes[0], *(size for size in sizes.tokens if size <= most_tokens)]
+    for size in dict.fromkeys((prefills[0], prefills[-1])):
+        used = size - size // 8
+        counts = [used] if most_rows == 1 or size < 8 else [used // 2, used - used // 2]
+        counts = [min(count, limit) for count in counts]
+        starts = [below(min(_SHORT, limit - count + 1)) for count in counts]
+        chunks = tuple(zip(starts, counts, strict=True))
+        cases.append(SampleCase(StepKey("prefill", size, width, False), chunks))
+    return cases
 
 
 def _refusal(fallbacks: Sequence[Fallback], config: ResolvedConfig) -> str:

@@ -432,14 +432,10 @@ def open_replacement(
 
     Raises `CheckpointError`, and `ConfigError` for a config that differs in another field.
     """
-    native = isinstance(model, ModelConfig)
-    found = resolve_source(
-        source,
-        tied=config.tie_word_embeddings,
-        model_impl="native" if native else "transformers",
-    )
-    if isinstance(model, ModelConfig) and isinstance(found.config, ModelConfig):
-        config_of_rank = dataclasses.replace(found.config, shard=model.shard)
+    impl = "native" if isinstance(model, ModelConfig) else "transformers"
+    found = resolve_source(source, tied=config.tie_word_embeddings, model_impl=impl)
+    if isinstance(model, ModelConfig):
+        config_of_rank = dataclasses.replace(found.native, shard=model.shard)
         found = dataclasses.replace(found, config=config_of_rank)
     check_replaceable(found.name, model, found.config, config)
     with ExitStack() as open_files:

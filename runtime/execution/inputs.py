@@ -442,32 +442,13 @@ def write_prefill(
     host.next_ids[offset:bucket] = 0
 
 
-def write_embeds(chunks: Sequence[PrefillChunk], host: EmbedInputs[Any]) -> None:
-    """Write the embeddings in the chunks of a step."""
-    host.mask.fill(False)
-    offset = 0
-    for chunk in chunks:
-        for start, embeds in chunk.embeds:
-            to = slice(offset + start, offset + start + len(embeds))
-            host.embeds[to] = embeds
-            host.mask[to] = True
-        offset += len(chunk.token_ids)
-
-
 class InputWriter:
     """Writes the changed inputs of steps, and copies them to the device."""
 
     def __init__(
         self, config: ResolvedConfig, num_groups: int, hidden_size: int, state: RowState
     ) -> None:
-        """Allocate the buffers.
-
-        Args:
-            config: of the engine.
-            num_groups: layer groups of the cache.
-            hidden_size: of the model.
-            state: whose block tables are updated.
-        """
+        """Allocate the buffers; `num_groups`: layer groups, whose tables in `state` it updates."""
         self._state = state
         layouts, device = input_layouts(config, num_groups, hidden_size), config.device
         kinds: dict[str, Any] = {
@@ -549,5 +530,12 @@ class InputWriter:
         host = self.embeds.arrays(EmbedInputs[npt.NDArray[Any]])
         if any(chunk.embeds for chunk in chunks) or host.mask.any():
             self.embeds.begin_write()
-            write_embeds(chunks, host)
+            host.mask.fill(False)
+            offset = 0
+            for chunk in chunks:
+                for start, embeds in chunk.embeds:
+                    to = slice(offset + start, offset + start + len(embeds))
+                    host.embeds[to] = embeds
+                    host.mask[to] = True
+                offset += len(chunk.token_ids)
             self.embeds.copy_to_device()

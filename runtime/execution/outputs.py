@@ -243,23 +243,18 @@ def report_token_ids(lanes: Sequence[Request | None], output: StepOutput) -> Non
 
 def proposed_drafts(launched: LaunchedStep) -> Iterator[Proposed]:
     """Yield what the drafter proposed for rows that decode, and for prompts that have ended."""
-    plan = launched.plan
+    plan, stops_of_parts = launched.plan, []
     if plan.proposes:
-        yield from _of_rows(plan.decode, plan.draft_stops, launched.parts[0][1].drafts)
+        stops_of_parts.append((launched.parts[0], plan.draft_stops))
     if plan.prompt_drafts and plan.prefill:
-        requests = [chunk.request if chunk.samples else None for chunk in plan.prefill]
-        stops = [chunk.draft_stop for chunk in plan.prefill]
-        yield from _of_rows(requests, stops, launched.parts[-1][1].drafts)
-
-
-def _of_rows(
-    requests: Sequence[Request | None], stops: Sequence[int], drafts: Drafts | None
-) -> Iterator[Proposed]:
-    assert drafts is not None, "the step proposes"
-    tokens, probabilities = drafts.token_ids.tolist(), drafts.probabilities.tolist()
-    for index, (request, stop) in enumerate(zip(requests, stops, strict=True)):
-        if request is not None:
-            yield Proposed(request, stop, tokens[index], probabilities[index])
+        stops_of_parts.append((launched.parts[-1], [chunk.draft_stop for chunk in plan.prefill]))
+    for (lanes, output), stops in stops_of_parts:
+        assert output.drafts is not None, "the step proposes"
+        tokens, probabilities = (each.tolist() for each in output.drafts)
+        # Lanes end before padding does.
+        for request, stop, *own in zip(lanes, stops, tokens, probabilities, strict=False):
+            if request is not None:
+                yield Proposed(request, stop, *own)
 
 
 def sampled_tokens(launched: LaunchedStep) -> Iterable[Sampled]:

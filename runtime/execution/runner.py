@@ -294,14 +294,7 @@ class Runner:
     ) -> None:
         """Allocate row state and input buffers of the sizes of `config`.
 
-        Args:
-            model: what steps run.
-            config: of the engine.
-            arena: the cache.
-            groups: its layer groups.
-            host: the arena for swapped requests; None: no swapping.
-            group: of a tensor-parallel engine.
-            drafter: proposes tokens on the device; None: steps propose nothing.
+        Swapped requests go to the arena `host`. Without a `drafter`, steps propose nothing.
         """
         device = config.device
         self.device = device
@@ -427,9 +420,7 @@ class Runner:
 
     def compile_kernels(self, *, progress: bool = False) -> CompiledKernels:
         """Compile the Triton kernels of all steps in parallel, before they are prepared."""
-        from ..kernels.triton.precompile import (
-            compile_kernels,  # imports triton, which CUDA kernels need
-        )
+        from ..kernels.triton.precompile import compile_kernels  # it needs triton
 
         # The plain PyTorch sampler has no Triton kernels, and run eagerly it exceeds the planned
         # memory of its compiled form.

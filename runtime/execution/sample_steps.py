@@ -25,10 +25,8 @@ from ..models.plan import fused_layout, model_plan
 from ..models.resolved_config import ResolvedConfig
 from .inputs import Int64Array, PrefillChunk, RowState, StepInputs, write_decode_rows, write_prefill
 from .step_functions import StepFunctions
-from .step_key import StepKey, StepSizes
+from .step_key import StepKey
 
-_SHORT = 100
-"""Maximum cached tokens of each row except the longest."""
 _POOL = 262_147
 """Number of random values; larger weights repeat them. A prime, so that the rows of a weight begin
 at different values."""
@@ -68,54 +66,6 @@ def sample_config(model: ModelConfig, *, layers: int, vocabulary: int) -> ModelC
         bos_token_id=None,
         eos_token_ids=(),
     )
-
-
-def sample_cases(
-    config: ResolvedConfig,
-    kernels: Kernels,
-    generator: torch.Generator,
-    *,
-    row_classes: Sequence[int],
-    tokens: int,
-    longest: int,
-) -> list[SampleCase]:
-    """Return the steps to run.
-
-    Args:
-        config: the engine's configuration.
-        kernels: the engine's kernels.
-        generator: draws the lengths of the rows.
-        row_classes: ascending limits; the largest decode bucket of each class gets a step. Buckets
-            above the last limit get none.
-        tokens: maximum size of a prefill step; the smallest prefill bucket and the largest one up
-            to this size get a step.
-        longest: tokens of the longest row.
-    """
-    sizes = StepSizes.choose(config, kernels)
-    width, limit = sizes.read_blocks.largest, config.max_model_len
-    fitting = (next((c for c in row_classes if rows <= c), None) for rows in sizes.rows)
-    by_class = dict(zip(fitting, sizes.rows, strict=True))
-    by_class.pop(None, None)
-
-    def below(bound: int) -> int:
-        return int(torch.randint(max(1, min(bound, limit)), (), generator=generator))
-
-    cases = []
-    for rows in by_class.values():
-        used = rows - 1 if rows > 4 else rows
-        starts = [min(limit, longest) - 1, 0, *(below(_SHORT) for _ in range(used))][:used]
-        chunks = tuple((start, 1) for start in starts)
-        cases.append(SampleCase(StepKey("decode", rows, width, False), chunks))
-    most_rows = config.max_prefill_rows
-    prefills = [sizes.tokens.sizes[0], *(size for size in sizes.tokens if size <= tokens)]
-    for size in dict.fromkeys((prefills[0], prefills[-1])):
-        used = size - size // 8
-        counts = [used] if most_rows == 1 or size < 8 else [used // 2, used - used // 2]
-        counts = [min(count, limit) for count in counts]
-        starts = [below(min(_SHORT, limit - count + 1)) for count in counts]
-        chunks = tuple(zip(starts, counts, strict=True))
-        cases.append(SampleCase(StepKey("prefill", size, width, False), chunks))
-    return cases
 
 
 def sample_weights(

@@ -184,13 +184,12 @@ def compile_settings() -> Iterator[None]:
 
     floats: Any = torch._dynamo.config
     sizes: Any = _config
-    with _one_at_a_time:
-        before = floats.specialize_float, sizes.use_duck_shape
-        floats.specialize_float, sizes.use_duck_shape = True, False
-        try:
-            yield
-        finally:
-            floats.specialize_float, sizes.use_duck_shape = before
+    with (
+        _one_at_a_time,
+        floats.patch(specialize_float=True),
+        sizes.patch(use_duck_shape=False),
+    ):
+        yield
 
 
 def _guards_of_arguments(guards: Sequence[Any]) -> list[bool]:
@@ -431,6 +430,8 @@ class StepFunctions:
         self._drafting = drafting
         self._aux_layers = () if drafting is None else drafting.aux_layers
         self._masks_thread = masks_thread
+        self._is_cut = state.masks is not None and len(state.masks.logits) > 0
+        """Whether `sample` steps continue steps with token masks."""
         self._sampler = SAMPLERS[model.kernels.sampler]
         lanes = len(inputs.decode_rows)
         self._no_drafts = inputs.decode_rows.new_zeros((lanes, 0))
@@ -784,11 +785,6 @@ class StepFunctions:
             tokens = drafted_lanes(token_ids)
         details: SampleOutput = self._compiled.get("draw", self._drawn)(*lanes, masks, *tokens)
         return StepOutput(details.tokens, logits_TV, details)
-
-    @property
-    def _is_cut(self) -> bool:
-        """Whether `sample` steps continue steps with token masks."""
-        return len(self._masks.logits) > 0
 
     def _masked_logits(self, logits_BV: torch.Tensor, mask_rows_B: torch.Tensor) -> torch.Tensor:
         """Return the logits of the whole vocabulary with the masks of their lanes."""

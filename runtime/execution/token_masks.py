@@ -99,8 +99,6 @@ class TokenMasks:
         """Decoding rows and how many of their drafts are kept."""
         self.ends: list[GrammarEnd] = []
         """Requests that end before the tokens of the step, whose masks allow all tokens."""
-        self._allowed: list[int] = []
-        """Rows that this step has let sample any token."""
         self._written: list[tuple[int, int]] = []
         """Rows and how many masks of each the step writes."""
         self._costs: list[tuple[float, _Lane]] = []
@@ -110,10 +108,6 @@ class TokenMasks:
     def nbytes(self) -> int:
         """Bytes of the pinned copy; 0 without one."""
         return 0 if self._host is self._device else self._host.nbytes
-
-    def _allow_all(self, row: int) -> None:
-        for mask in self._of_row[row]:
-            mask.allow_all()
 
     def copy_to_device(self, tokens_per_row: int) -> None:
         """Issue the copy of masks of each row's first tokens, if the device has its own."""
@@ -128,7 +122,7 @@ class TokenMasks:
         """
         assert self._plan is None, "the masks of two steps at the same time"
         self._plan, self.ends, self._cuts = plan, [], []
-        self._allowed, self._written, self._costs = [], [], []
+        self._written, self._costs = [], []
         drafts = plan.drafts or repeat(())
         for index, (request, of_row) in enumerate(zip(plan.decode, drafts, strict=False)):
             self._add(index, request.row, request, of_row)
@@ -147,8 +141,9 @@ class TokenMasks:
             self._restricted.add(row)
         elif row in self._restricted:
             self._restricted.discard(row)
-            self._allow_all(row)
-            self._allowed.append(row)
+            for mask in self._of_row[row]:
+                mask.allow_all()
+            self._written.append((row, len(self._of_row[row])))
 
     def start(self) -> None:
         """Start to compute the masks of the step in the thread, if it has any."""
@@ -189,14 +184,12 @@ class TokenMasks:
         if self._group is not None:
             written = [row + n * self._rows for row, count in self._written for n in range(count)]
             cut = plan.drafts if self._cuts else None
-            changed = self._allowed, written, self._array[written], cut
-            self._group.send("write_masks", tokens_per_row, *changed)
+            self._group.send("write_masks", tokens_per_row, written, self._array[written], cut)
         self.copy_to_device(tokens_per_row)
 
     def write(
         self,
         tokens_per_row: int,
-        allowed: Sequence[int],
         written: Sequence[int],
         values: npt.NDArray[np.int32],
         drafts: Sequence[Sequence[int]] | None,
@@ -205,15 +198,12 @@ class TokenMasks:
 
         Args:
             tokens_per_row: masks of each row that are copied.
-            allowed: rows that may sample any token.
-            written: indices of the other masks that change.
+            written: indices of the masks that change.
             values: these masks.
             drafts: the drafts of the step, if some were taken out.
         """
         if drafts is not None:
             self._rewrite_drafts([1 + len(own) for own in drafts], drafts)
-        for row in allowed:
-            self._allow_all(row)
         self._array[written] = values
         self.copy_to_device(tokens_per_row)
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 import heapq
 import sys
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import repeat
 from operator import attrgetter
@@ -135,17 +135,6 @@ class RunningRequests:
         self.decoding: list[Request] = []
         """Replaced when one joins or leaves: steps in flight keep the list that they have."""
         self._max_num_seqs = max_num_seqs
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __iter__(self) -> Iterator[Request]:
-        return iter(self.rows)
-
-    @property
-    def last(self) -> Request:
-        """The request that is served last."""
-        return max(self.rows, key=order_of)
 
     def join(self, request: Request) -> int:
         """Give a request a row to prefill, and return the row."""
@@ -276,7 +265,7 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         """Requests that hold a row."""
-        return len(self._running)
+        return len(self._running.rows)
 
     def add(self, request: Request) -> None:
         """Queue a new request. Alone it must fit into the cache."""
@@ -358,7 +347,7 @@ class Scheduler:
         """Clear the prefix cache, and exclude tokens computed so far from later sharing."""
         self.cache.pool.forget_contents()
         self.publisher.forget_contents()
-        for request in (*self._running, *self._waiting):
+        for request in (*self._running.rows, *self._waiting):
             request.prefix_hashes = None
 
     def verify(
@@ -502,10 +491,13 @@ class Scheduler:
                 break
             head = self._waiting[passed]
             self._outgrow(head)
-            if head.paused or self._waits_for_sibling(head):
+            # All tokens of the prompt but the last, whose logits it needs to sample its own token.
+            shared, siblings = len(head.prompt_ids) - 1, self._may_fork(head)
+            ready = [(s.id, shared) for s in siblings if s.num_computed >= shared]
+            if head.paused or (siblings and not ready):
                 passed += 1
                 continue
-            found = self._admit(head, budget)
+            found = self._admit(head, ready, budget)
             if found is None:
                 break
             del self._waiting[passed]
@@ -550,7 +542,7 @@ class Scheduler:
                 self._slide(plan, request)
                 slid = True
                 continue
-            victim = self._running.last
+            victim = max(self._running.rows, key=order_of)  # served last
             if victim is request and not may_leave:
                 self._reserve(request)
                 return False
@@ -572,16 +564,17 @@ class Scheduler:
         self._wait(victim)
         plan.preempted.append(Preemption(victim, pairs))
 
-    def _admit(self, head: Request, chunk: int) -> Admitted | None:
+    def _admit(
+        self, head: Request, siblings: Sequence[tuple[str, int]], chunk: int
+    ) -> Admitted | None:
         """Allocate the blocks of the first waiting request; None if there are not enough.
+
+        Of `siblings` it may share as many tokens as given.
 
         Running requests that are served before it must still be able to allocate the next block
         that they may need. Otherwise it would be preempted one step later. A refused request is not
         tried again until there are more cached tokens or free blocks.
         """
-        # All tokens but the last, whose logits the request needs to sample its own token.
-        shared = len(head.prompt_ids) - 1
-        siblings = [(s.id, shared) for s in self._may_fork(head) if s.num_computed >= shared]
         free = self.cache.pool.num_free
         state = (head, len(siblings), self.publisher.num_prompts, self._num_releases)
         if self._refused is not None and self._refused[:4] == state and free <= self._refused[4]:
@@ -598,12 +591,6 @@ class Scheduler:
         )
         self._refused = (*state, free) if found is None else None
         return found
-
-    def _waits_for_sibling(self, request: Request) -> bool:
-        """Whether siblings are prefilling the request's prompt and none has finished."""
-        shared = len(request.prompt_ids) - 1
-        running = self._may_fork(request)
-        return bool(running) and all(s.num_computed < shared for s in running)
 
     def _may_fork(self, request: Request) -> list[Request]:
         """Return the running requests that a waiting request can fork from, now or later."""

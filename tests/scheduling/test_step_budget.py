@@ -181,7 +181,9 @@ def test_everybody_is_served_and_decoding_never_waits(
     for prompt_len, max_tokens in requests:
         made += rig.add_group(prompt_len, max_tokens=max_tokens, shared=prompt_len // 2)
         for _ in range(rng.randrange(3)):
-            ready = [r for r in rig.scheduler._running if r.decoding and not r.reached_max_tokens]
+            open_groups = rig.loop.requests.groups.values()
+            requests = [r for group in open_groups for r in group.requests if r.row is not None]
+            ready = [r for r in requests if r.decoding and not r.reached_max_tokens]
             rig.loop.step()
             rig.loop.check_integrity()
             plan = rig.runner.plans[-1] if rig.runner.plans else None
