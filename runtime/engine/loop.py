@@ -526,8 +526,10 @@ class StepLoop:
             started = time.perf_counter_ns() if is_async_device else 0
             sampled = self.runner.read(step)
             arrived = time.perf_counter_ns()
-            if step.began is not None:  # the timeline has recorded this step already
-                self.timeline.set_device_ns(step.number, step.elapsed_ns())
+            if step.began is not None and step.arrived is not None:
+                # The timeline has recorded this step already.
+                device_ns = round(1e6 * float(step.began.elapsed_time(step.arrived)))
+                self.timeline.set_device_ns(step.number, device_ns)
             # An asynchronous device begins a step when the previous one has ended.
             seconds = (arrived - max(self._arrived_ns, step.plan.started_ns)) / 1e9
             self._arrived_ns = arrived

@@ -35,16 +35,15 @@ from ..sampling.sampling_state import SamplingState
 from ..scheduling.plan import RowSpan, TableUpdate
 from .step_key import MOST_VERIFIED_TOKENS, most_table_updates
 
-# Device tensors of steps with token masks; `kernels/ops/token_masks.py` applies the masks.
-
 
 @dataclass(frozen=True, slots=True)
 class MaskState:
     """Masks of all rows, and what a step leaves for the `sample` step that continues it.
 
-    R rows, the null row included; N masks of a row: one for each token that a verify step samples,
-    1 without speculation; V tokens of the vocabulary, W of these on the rank; L lanes: most tokens
-    that a step samples, 0 where steps are not cut.
+    Device tensors; `kernels/ops/token_masks.py` applies the masks. R rows, the null row included;
+    N masks of a row: one for each token that a verify step samples, 1 without speculation; V tokens
+    of the vocabulary, W of these on the rank; L lanes: most tokens that a step samples, 0 where
+    steps are not cut.
     """
 
     bits: torch.Tensor
@@ -81,13 +80,11 @@ class MaskState:
         )
 
 
-# State of each row of the decode batch on the device. The host never reads it back.
-
-
 @dataclass(frozen=True, slots=True)
 class RowState:
-    """Device tensors that steps read and update; R = max_num_seqs + 1.
+    """State of each row on the device, which steps read and update; R = max_num_seqs + 1.
 
+    The host never reads it back.
     The last row is the null row, which padded lanes use. Its block table contains only the null
     block, its position remains 0, and its sampled tokens are never read.
     """

@@ -60,7 +60,8 @@ class LaunchedStep:
     """Tokens that each row of `plan.decode` advanced by, once they are read; None: as many as
     planned."""
     began: torch.cuda.Event | None = None
-    """Event before the first part; None on a CPU, or without device timing."""
+    """Event before the first part; None on a CPU, or without device timing. The launch after the
+    next reuses both events."""
     scores: StepOutput | None = None
     """As `PromptScorer.launch` returns, on the host or being copied to it."""
     unfinished: list[tuple[StepKey, PlannedPart]] | None = None
@@ -69,15 +70,6 @@ class LaunchedStep:
     """Whether the step has token masks."""
     ends: Sequence[GrammarEnd] = ()
     """Requests that end before the tokens of this step."""
-
-    def elapsed_ns(self) -> int:
-        """Device time in nanoseconds from `began` to `arrived`, of a step with timing.
-
-        Valid once the outputs have arrived, until the launch after the next reuses the events.
-        """
-        assert self.began is not None
-        assert self.arrived is not None
-        return round(1e6 * float(self.began.elapsed_time(self.arrived)))
 
 
 def current_stream(device: torch.device) -> torch.cuda.Stream:
@@ -330,13 +322,7 @@ class PromptScorer:
     """Hidden states of the last prefill step, and the scores computed from them."""
 
     def __init__(self, model: DecoderModel, next_ids: torch.Tensor, *, max_num_seqs: int) -> None:
-        """Allocate buffers for prefill steps of up to M tokens.
-
-        Args:
-            model: whose head makes the logits.
-            next_ids: int64 `[M]`, see `StepInputs`.
-            max_num_seqs: rows of a decode step.
-        """
+        """Allocate buffers for prefill steps of up to M tokens; `next_ids`: see `StepInputs`."""
         self._model, self._next_ids = model, next_ids
         most = len(next_ids)
         self.hidden, self.scores = self.allocate(most, model.config, model.dtype, model.device)

@@ -58,15 +58,13 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-# The drafter of an engine, with the keys and values it stores.
-#
-# They lie in an arena of its own. A block id means the same block in both arenas: whatever happens
-# to a block of the target's cache (shared, copied, swapped, freed) happens to the drafter's too.
-
-
 @dataclass(frozen=True)
 class DrafterCache:
-    """A drafter, and its arenas."""
+    """The drafter of an engine, and arenas of its own for the keys and values it stores.
+
+    A block id means the same block in both arenas: whatever happens to a block of the target's
+    cache (shared, copied, swapped, freed) happens to the drafter's too.
+    """
 
     drafter: Drafter
     arena: Arena
@@ -82,14 +80,13 @@ class DrafterCache:
         self.arena.tensor.index_fill_(2, ids.to(self.arena.tensor.device, non_blocking=True), 0)
 
 
-# Copies blocks of the cache within the device, to the host and back, on all ranks.
-#
-# Blocks that rows get are zeroed in the cache of a drafter, before the drafter or a copy reads them
-# next: while the drafter is paused, decode steps do not pay for it.
-
-
 class BlockCopies:
-    """The copies of preempted and admitted requests, in the cache and in a drafter's."""
+    """Copies blocks of preempted and admitted requests, in the cache and in a drafter's, on all
+    ranks: within the device, to the host and back.
+
+    Blocks that rows get are zeroed in the cache of a drafter, before the drafter or a copy reads
+    them next: while the drafter is paused, decode steps do not pay for it.
+    """
 
     def __init__(
         self,
@@ -679,16 +676,12 @@ class Runner:
         Args:
             null_position: position of the null row.
             start: position of the first padded token of prefill steps.
-            count: tokens that get positions from `start` on; 0: all get position 0.
+            count: tokens that get positions from `start` on; others get position 0.
             last: the largest position of these tokens.
         """
         self.state.positions[self.null_row] = null_position
-        positions = self.inputs.device.positions
-        if count:
-            place = torch.arange(start, start + count, device=self.device)
-            positions[:count] = place.clamp(max=last)
-        else:
-            positions.zero_()
+        positions = self.inputs.device.positions.zero_()
+        positions[:count] = torch.arange(start, start + count, device=self.device).clamp(max=last)
 
 
 def follow(runner: Runner, reload: Callable[[str], None]) -> None:

@@ -355,9 +355,6 @@ class DraftStep:
         return Drafts(drafts.token_ids.masked_fill(unused_P1, 0), drafts.probabilities)
 
 
-# The steps.
-
-
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Make a CUDA device current, because Triton launches on the current device."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

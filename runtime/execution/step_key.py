@@ -76,14 +76,12 @@ class PlannedPart(NamedTuple):
     """Tokens that the step computes, padding included."""
 
 
-# The sizes that steps are prepared for, and the smallest one that fits a plan.
-
 MOST_VERIFIED_TOKENS = 128
 
 
 @dataclass(frozen=True, slots=True)
 class StepSizes:
-    """The sizes that steps are prepared for."""
+    """The sizes that steps are prepared for, of which a plan gets the smallest that fits."""
 
     rows: Buckets
     tokens: Buckets

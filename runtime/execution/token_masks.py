@@ -64,16 +64,11 @@ class TokenMasks:
         *,
         is_async: bool,
     ) -> None:
-        """Write the masks of a state.
+        """Write the masks of a state of this many rows, the null row included.
 
-        Args:
-            state: the masks on the device.
-            rows: rows of the state, the null row included.
-            rewrite_drafts: replaces the drafts of the step that is running, given the tokens and
-                the drafts of each row.
-            group: of a tensor-parallel engine.
-            is_async: whether the device runs steps asynchronously. Its masks are written to a
-                pinned copy; on a CPU steps read those that are written.
+        `rewrite_drafts` replaces the drafts of the step that is running, given the tokens and the
+        drafts of each row. If the device runs steps asynchronously (`is_async`), masks are written
+        to a pinned copy; on a CPU steps read those that are written.
         """
         self._device = self._host = state.bits
         if is_async:

@@ -360,10 +360,8 @@ class Scheduler:
         shared for the smallest. A request that may have sampled all of its tokens is not planned;
         it decodes again if the commit rejects drafts (`on_rejected_drafts`).
 
-        Args:
-            plan: the current plan.
-            drafts: of each of `plan.decode`; may be empty.
-            unread: number of drafts of each row, if the rows keep them on the device instead.
+        `drafts` are those of each of `plan.decode`, or empty if the rows keep them on the device;
+        then `unread` has the number of drafts of each row.
         """
         spare = self.max_batch_tokens - plan.prefill_tokens - len(plan.decode)
         counts = []

@@ -35,8 +35,6 @@ from ..speculation.request_drafter import (
 from .plan import Proposed, RowSpan, StepPlan
 from .step_times import DraftTimes, StepTimes
 
-# Drafts of an output that follows a grammar. No torch.
-
 
 def with_grammar(request: Request, guess: Guess, most: int) -> Guess:
     """Return what the grammar of a request allows of a guess, or at most `most` tokens it forces.
@@ -50,7 +48,7 @@ def with_grammar(request: Request, guess: Guess, most: int) -> Guess:
     return Guess(tokens, [1.0] * len(tokens) if forced else guess.chances[: len(tokens)])
 
 
-# The drafts that pay, by step times. No torch.
+# The drafts that pay, by step times.
 #
 #     gain = mean over rows of log(expected tokens of the row) - log(time of the verify step)
 #            + log(time of the decode step)

@@ -254,11 +254,8 @@ def probability_class(probability: float) -> int:
     return int(min(probability, 0.999) * classes) if probability > 0 else 0
 
 
-# What may follow the newest token of a request. No torch.
-
-
 class Guess(NamedTuple):
-    """Tokens that may follow a request."""
+    """Tokens that may follow the newest one of a request."""
 
     tokens: Sequence[int]
     chances: Sequence[float]
@@ -272,12 +269,9 @@ class Guess(NamedTuple):
 NOTHING = Guess((), ())
 
 
-# What a drafter on the device has proposed for a request. No torch.
-
-
 @dataclass(slots=True)
 class RowDrafts:
-    """The newest drafts of one request."""
+    """What a drafter on the device has proposed last for one request."""
 
     at: int
     """Known tokens of the request when they were proposed, which they follow."""
