@@ -22,7 +22,7 @@ from ..bounded_repr import bounded_repr
 from ..engine.engine import Engine
 from ..engine.request_output import RequestOutput
 from ..errors import DeadlineUnreachableError, OverloadedError, RequestError, SendTimeoutError
-from ..request import AbortReason
+from ..request import AbortReason, RequestGroup
 from .request_handle import ConsumerLoop, HandleState, RequestHandle, wake
 from .service_config import ServiceConfig
 
@@ -46,38 +46,36 @@ class AdmissionQueue:
     def __init__(self, weights: Mapping[str, float]) -> None:
         """Start empty; tenants that `weights` does not name have weight 1."""
         self._weights = dict(weights)
-        self._levels: dict[int, dict[str, deque[RequestHandle]]] = {}  # none is empty
+        self._queues: dict[tuple[int, str], deque[RequestHandle]] = {}
+        """By priority and tenant; none is empty."""
         self._served: dict[str, float] = {}  # tokens of service over weight; oldest tenants first
         self._floor = 0.0  # the largest counter at which a tenant was served
 
     def __bool__(self) -> bool:
         """Whether a request waits."""
-        return bool(self._levels)
+        return bool(self._queues)
 
     def __len__(self) -> int:
         """Number of waiting requests."""
-        return sum(1 for _ in self)
+        return sum(map(len, self._queues.values()))
 
     def __iter__(self) -> Iterator[RequestHandle]:
         """The waiting requests, in no particular order."""
-        for tenants in self._levels.values():
-            yield from chain.from_iterable(tenants.values())
+        return chain.from_iterable(self._queues.values())
 
     def push(self, handle: RequestHandle) -> None:
         """Append a request to the queue of its priority and tenant."""
-        tenant = handle.tenant
-        if not any(tenant in tenants for tenants in self._levels.values()):
-            least = min((self._served[other] for other in self._waiting()), default=self._floor)
+        tenant, waiting = handle.tenant, self._waiting()
+        if tenant not in waiting:
+            least = min((self._served[other] for other in waiting), default=self._floor)
             self._served[tenant] = max(self._served.pop(tenant, 0.0), least)
-        tenants = self._levels.setdefault(handle.priority, {})
-        tenants.setdefault(tenant, deque()).append(handle)
+        self._queues.setdefault((handle.priority, tenant), deque()).append(handle)
 
     def head(self) -> RequestHandle | None:
         """Return the next request, or None."""
-        if not self._levels:
+        if not self._queues:
             return None
-        tenants = self._levels[min(self._levels)]
-        return tenants[min(tenants, key=self._served.__getitem__)][0]
+        return self._queues[min(self._queues, key=lambda key: (key[0], self._served[key[1]]))][0]
 
     def pop(self) -> RequestHandle:
         """Remove the next request, and charge its prompt to its tenant."""
@@ -90,17 +88,15 @@ class AdmissionQueue:
 
     def remove(self, handle: RequestHandle) -> None:
         """Remove a waiting request."""
-        tenants = self._levels[handle.priority]
-        tenants[handle.tenant].remove(handle)
-        if not tenants[handle.tenant]:
-            del tenants[handle.tenant]
-            if not tenants:
-                del self._levels[handle.priority]
+        key = (handle.priority, handle.tenant)
+        self._queues[key].remove(handle)
+        if not self._queues[key]:
+            del self._queues[key]
             self._forget_idle()
 
     def clear(self) -> None:
         """Remove all requests, and keep the service of their tenants."""
-        self._levels.clear()
+        self._queues.clear()
         self._forget_idle()
 
     def charge(self, handle: RequestHandle, num_output: int) -> None:
@@ -115,30 +111,28 @@ class AdmissionQueue:
 
         Of its own priority these are its tenant's, and what other tenants receive meanwhile.
         """
-        requests = tokens = 0
-        for value, tenants in self._levels.items():
-            if value > priority:
-                continue
-            handles = list(chain.from_iterable(tenants.values()))
-            waiting = ahead = float(len(handles))
-            if value == priority:
-                weights = sum(self._weight(other) for other in {*tenants, tenant})
-                turn = (len(tenants.get(tenant, ())) + 1) * weights / self._weight(tenant)
-                ahead = min(waiting, turn - 1)
+        urgent = [handle for handle in self if handle.priority < priority]
+        equal = [handle for handle in self if handle.priority == priority]
+        requests, tokens = len(urgent), sum(handle.num_prompt_tokens for handle in urgent)
+        if equal:
+            tenants = {tenant, *(handle.tenant for handle in equal)}
+            own = len(self._queues.get((priority, tenant), ()))
+            turn = (own + 1) * sum(map(self._weight, tenants)) / self._weight(tenant)
+            ahead = min(len(equal), turn - 1)
             requests += round(ahead)
-            tokens += round(sum(h.num_prompt_tokens for h in handles) * ahead / waiting)
+            tokens += round(sum(h.num_prompt_tokens for h in equal) * ahead / len(equal))
         return requests, tokens
 
     def check_integrity(self) -> None:
         """Assert that no queue is empty, and that all waiting tenants have a counter."""
-        assert all(tenants and all(tenants.values()) for tenants in self._levels.values())
+        assert all(self._queues.values())
         waiting = self._waiting()
         assert waiting <= self._served.keys()
         assert len(self._served) - len(waiting) <= MAX_IDLE_TENANTS
 
     def _waiting(self) -> set[str]:
         """Return the tenants with a waiting request."""
-        return set(chain.from_iterable(self._levels.values()))
+        return {tenant for _, tenant in self._queues}
 
     def _weight(self, tenant: str) -> float:
         return self._weights.get(tenant, 1.0)
@@ -217,8 +211,10 @@ class QueueLimits:
 class Dispatcher:
     """The requests that are prepared, queued or running."""
 
-    def __init__(self, config: ServiceConfig) -> None:
-        """Start without requests."""
+    def __init__(self, config: ServiceConfig, refusal: Callable[[], Exception]) -> None:
+        """Start without requests; `refusal` returns why there is no engine."""
+        self.engine: Engine | None = None
+        self._refusal = refusal
         self.limits = QueueLimits(config, self._retry_after)
         self._prefill_seconds = _Mean()  # of a prompt token
         self._row_seconds = _Mean()  # that a request holds a row, times its rows
@@ -276,30 +272,24 @@ class Dispatcher:
         if due is not None and (self.next_deadline_ns is None or due < self.next_deadline_ns):
             self.next_deadline_ns = due
 
-    def admit(
-        self,
-        handle: RequestHandle,
-        engine: Engine | None,
-        refusal: Callable[[], Exception],
-        now_ns: int,
-    ) -> None:
-        """Queue a prepared request, or end it; `refusal` returns why there is no engine."""
+    def admit(self, handle: RequestHandle, now_ns: int) -> None:
+        """Queue a prepared request, or end it with the reason why it is refused."""
         if handle.ended:
             self.limits.leave(handle)
             return
-        error = handle.failure
-        if handle.state is not HandleState.PREPARING or (handle.group is None and error is None):
+        error, group = handle.failure, handle.group
+        if handle.state is not HandleState.PREPARING or (group is None and error is None):
             return
-        if error is None and engine is None:
-            error = refusal()
+        if error is None and self.engine is None:
+            error = self._refusal()
         due = handle.due_ns
-        if error is None and handle.group is not None and engine is not None:
-            handle.num_prompt_tokens = len(handle.group.prompt_ids)
+        if error is None and group is not None:
+            handle.num_prompt_tokens = len(group.prompt_ids)
             if due is not None and due <= now_ns:
                 self.limits.leave(handle)
-                self.abort(handle, engine, "deadline")
+                self.abort(handle, "deadline")
                 return
-            late = 0.0 if due is None else self._predict_delay(handle, engine, due, now_ns)
+            late = 0.0 if due is None else self._predict_delay(handle, group, due, now_ns)
             if late > 0:
                 error = DeadlineUnreachableError(
                     f"request {handle.id}: its first token is predicted {late:.3g} s after the"
@@ -332,36 +322,36 @@ class Dispatcher:
             engine.queue(handle.group)
             free -= len(handle.group.requests)
 
-    def expire(self, engine: Engine | None, now_ns: int) -> None:
+    def expire(self, now_ns: int) -> None:
         """End the requests that are late, and paused ones that nobody reads for too long."""
         for handle in tuple(self._paused):
-            self._end_if_unread(handle, engine, now_ns)
+            self._end_if_unread(handle, now_ns)
         if self.next_deadline_ns is None or now_ns < self.next_deadline_ns:
             return
         self.next_deadline_ns = None
         for handle in tuple(self.handles.values()):
             due = handle.due_ns
             if due is not None and due <= now_ns:
-                self.abort(handle, engine, "deadline")
+                self.abort(handle, "deadline")
             else:
                 self.watch(handle)
 
-    def resume(self, handle: RequestHandle, engine: Engine | None) -> None:
+    def resume(self, handle: RequestHandle) -> None:
         """Let a paused request run again."""
         if handle not in self._paused:
             return
         del self._paused[handle]
         handle.paused = False
-        assert engine is not None
-        engine.resume(handle.id)
+        assert self.engine is not None
+        self.engine.resume(handle.id)
 
-    def end_unreadable(self, engine: Engine | None) -> None:
+    def end_unreadable(self) -> None:
         """End the requests of closed event loops."""
         closed = {loop for loop in self._loops if loop.is_closed()}
         if closed:
             for handle in tuple(self.handles.values()):
                 if handle.loop in closed:
-                    self.abort(handle, engine, "abort")
+                    self.abort(handle, "abort")
             self._loops -= closed
 
     def deliver(self, outputs: Sequence[RequestOutput], engine: Engine, now_ns: int) -> None:
@@ -391,7 +381,7 @@ class Dispatcher:
                 if num_read is not None:
                     self._limit_unread(handle, tokens - num_read, engine, now_ns)
 
-    def abort(self, handle: RequestHandle, engine: Engine | None, reason: AbortReason) -> None:
+    def abort(self, handle: RequestHandle, reason: AbortReason) -> None:
         """End a request; the next step returns the output of one that is running.
 
         Does nothing for one that was never registered: its id may belong to another.
@@ -399,10 +389,10 @@ class Dispatcher:
         if self.handles.get(handle.id) is not handle or handle.abort_reason is not None:
             return
         if handle.state is HandleState.RUNNING:
-            assert engine is not None
+            assert self.engine is not None
             handle.abort_reason = reason
             self._paused.pop(handle, None)
-            engine.abort(handle.id, reason)
+            self.engine.abort(handle.id, reason)
             return
         if handle.state is HandleState.QUEUED:
             self._queue.remove(handle)
@@ -415,10 +405,10 @@ class Dispatcher:
         self._end(handle)
         self.flush()
 
-    def abort_all(self, engine: Engine | None) -> None:
+    def abort_all(self) -> None:
         """End all requests."""
         for handle in tuple(self.handles.values()):
-            self.abort(handle, engine, "abort")
+            self.abort(handle, "abort")
 
     def lose_all(self, error: Exception) -> None:
         """End all requests with an error, or with their last output if they have it."""
@@ -470,13 +460,14 @@ class Dispatcher:
         assert self.limits.num_requests >= len(self._queue)
 
     def _predict_delay(
-        self, handle: RequestHandle, engine: Engine, due_ns: int, now_ns: int
+        self, handle: RequestHandle, group: RequestGroup, due_ns: int, now_ns: int
     ) -> float:
         """Predict by how many seconds a first token is late; negative if it is in time.
 
         Prompts ahead are prefilled while it waits for a row, so the longer of both counts.
         """
-        seconds = 0.0
+        seconds, engine = 0.0, self.engine
+        assert engine is not None
         if self.has_work or now_ns - self._prefilled_ns <= STALE_SECONDS * 1e9:
             requests, tokens = self._queue.ahead_of(handle.tenant, handle.priority)
             unstarted = [h for h in self._running.values() if h.output is None]
@@ -487,8 +478,7 @@ class Dispatcher:
                 position * self._row_seconds.seconds / gauges.rows,
                 (tokens + sum(h.num_prompt_tokens for h in unstarted)) * a_token,
             )
-            assert handle.group is not None
-            to_prefill = handle.num_prompt_tokens - engine.num_cached_tokens(handle.group)
+            to_prefill = handle.num_prompt_tokens - engine.num_cached_tokens(group)
             seconds += a_token * to_prefill
         return seconds - (due_ns - now_ns) / 1e9
 
@@ -521,9 +511,9 @@ class Dispatcher:
             self._pausing = True
             handle.num_pauses += 1
             engine.pause(handle.id)
-        self._end_if_unread(handle, engine, now_ns)
+        self._end_if_unread(handle, now_ns)
 
-    def _end_if_unread(self, handle: RequestHandle, engine: Engine | None, now_ns: int) -> None:
+    def _end_if_unread(self, handle: RequestHandle, now_ns: int) -> None:
         since = handle.unread_ns
         if since is None or now_ns - since < 1e9 * self._send_timeout:
             return
@@ -532,7 +522,7 @@ class Dispatcher:
                 f"request {handle.id}: its client has read nothing for {self._send_timeout:g} s"
                 " (send_timeout): read the stream to its end, or close it"
             )
-        self.abort(handle, engine, "abort")
+        self.abort(handle, "abort")
 
     def _post(self, handle: RequestHandle) -> None:
         self._has_news = True

@@ -353,7 +353,7 @@ class AsyncEngine:
         while requests.handles and thread.phase is Phase.DRAINING:
             if end_ns is not None and end_ns <= time.perf_counter_ns():
                 complete, end_ns = False, None
-                await self._between_steps(lambda: requests.abort_all(thread.engine))
+                await self._between_steps(requests.abort_all)
             await asyncio.sleep(DRAIN_POLL_SECONDS)
         return complete and thread.phase in (Phase.DRAINING, Phase.ASLEEP)
 

@@ -124,9 +124,7 @@ class StepThread:
         """Prepare the thread; `start_engine` makes the engine, at the start and after `sleep`."""
         self.started: Future[None] = _future()
         """Done when the first engine serves, with the error if it could not start."""
-        self.dispatcher = Dispatcher(config)
-        self.engine: Engine | None = None
-        """The engine; None before the start, asleep, and at the end."""
+        self.dispatcher = Dispatcher(config, self.refusal)
         self.phase = Phase.NOT_STARTED
         self.failure: BaseException | None = None
         """Why the phase is `FAILED`."""
@@ -142,6 +140,11 @@ class StepThread:
         self._closing = False
         self._starting = threading.Lock()
         self._thread = threading.Thread()
+
+    @property
+    def engine(self) -> Engine | None:
+        """The engine; None before the start, asleep, and at the end."""
+        return self.dispatcher.engine
 
     def start(self) -> None:
         """Start the thread, which first makes the engine. Does nothing if it was started."""
@@ -195,15 +198,15 @@ class StepThread:
 
     def admit(self, handle: RequestHandle) -> None:
         """Queue a prepared request, or end it with the reason why it is refused."""
-        self._inbox.put(partial(self._admit, handle))
+        self._inbox.put(lambda: self.dispatcher.admit(handle, time.perf_counter_ns()))
 
     def abort(self, handle: RequestHandle) -> None:
         """End a request within one step. Does not wait."""
-        self._inbox.put(lambda: self.dispatcher.abort(handle, self.engine, "abort"))
+        self._inbox.put(partial(self.dispatcher.abort, handle, "abort"))
 
     def resume(self, handle: RequestHandle) -> None:
         """Let a paused request run again, since its consumer has read."""
-        self._inbox.put(lambda: self.dispatcher.resume(handle, self.engine))
+        self._inbox.put(partial(self.dispatcher.resume, handle))
 
     def run(self, operation: Callable[[], T]) -> Future[T]:
         """Run a function between two steps; the future has its result or exception."""
@@ -278,7 +281,7 @@ class StepThread:
             return
         engine = self.engine
         now = time.perf_counter_ns()
-        requests.expire(engine, now)
+        requests.expire(now)
         if engine is not None and requests.has_work:
             if self._busy_since_ns is None:
                 self._busy_since_ns = now
@@ -287,7 +290,7 @@ class StepThread:
                 outputs = engine.step()
                 self._last_step_ns = time.perf_counter_ns()
                 requests.deliver(outputs, engine, self._last_step_ns)
-        requests.end_unreadable(engine)
+        requests.end_unreadable()
         if requests.flush():
             time.sleep(0)  # passes the interpreter lock to an event loop that has woken up
 
@@ -300,9 +303,6 @@ class StepThread:
         if self.engine is None or not self.engine.has_ranks:
             return seconds
         return _RANK_CHECK_SECONDS if seconds is None else min(seconds, _RANK_CHECK_SECONDS)
-
-    def _admit(self, handle: RequestHandle) -> None:
-        self.dispatcher.admit(handle, self.engine, self.refusal, time.perf_counter_ns())
 
     def _close(self) -> None:
         self._closing = True
@@ -328,14 +328,14 @@ class StepThread:
 
     def _make_engine(self) -> None:
         self.phase = Phase.STARTING
-        self.engine = self._start_engine()
-        self.counted = (self.engine, self.counted[1])
+        self.dispatcher.engine = engine = self._start_engine()
+        self.counted = (engine, self.counted[1])
         self.phase = Phase.DRAINING if self._draining else Phase.SERVING
 
     def _close_engine(self, error: StepgraphError | None) -> None:
         """Close the engine. First end all requests with `error`, if it is given."""
         # Without an engine first: a request that is prepared for it now is among those that end.
-        engine, self.engine = self.engine, None
+        engine, self.dispatcher.engine = self.engine, None
         if error is not None:
             self.dispatcher.lose_all(error)
         if engine is not None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from stepgraph.runtime import Engine, SamplingParams
+from stepgraph.runtime import SamplingParams
 from stepgraph.runtime.errors import (
     DeadlineUnreachableError,
     EngineFailedError,
@@ -60,7 +60,8 @@ class DispatcherMachine(RuleBasedStateMachine):
                 tenant_weights=WEIGHTS,
                 max_unread_tokens=3,
                 send_timeout=5.0,
-            )
+            ),
+            lambda: EngineUnavailableError("there is no engine"),
         )
         self.loops = [Loop(), Loop()]
         self.now = 0
@@ -75,7 +76,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         self.make_engine()
 
     def make_engine(self) -> None:
-        self.engine: Engine = fake_engine(**self.options)
+        self.requests.engine = self.engine = fake_engine(**self.options)
         runner = runner_of(self.engine)
         for name in ("launch", "read"):
             setattr(runner, name, self.failing(name, getattr(runner, name)))
@@ -140,7 +141,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         if handle.id in self.requests.handles and self.requests.limits.num_requests < 8:
             with pytest.raises(RequestError):
                 self.requests.register(again)
-            self.requests.abort(again, self.engine, "abort")
+            self.requests.abort(again, "abort")
             assert not again.ended
 
     @precondition(lambda self: self.unprepared())
@@ -161,13 +162,12 @@ class DispatcherMachine(RuleBasedStateMachine):
             handle.group = group
         except (RequestError, OverloadedError) as error:
             handle.failure = error
-        refusal = EngineUnavailableError("there is no engine")
-        self.requests.admit(handle, self.engine, lambda: refusal, self.now)
+        self.requests.admit(handle, self.now)
 
     @precondition(lambda self: self.given)
     @rule(data=st.data(), reason=st.sampled_from(["abort", "deadline"]))
     def abort(self, data: st.DataObject, reason: Any) -> None:
-        self.requests.abort(data.draw(st.sampled_from(list(self.given))), self.engine, reason)
+        self.requests.abort(data.draw(st.sampled_from(list(self.given))), reason)
 
     @rule(seconds=st.sampled_from([0.0001, 0.01, 0.3, 10.0]))
     def wait(self, seconds: float) -> None:
@@ -197,7 +197,7 @@ class DispatcherMachine(RuleBasedStateMachine):
     @rule()
     def turn(self) -> None:
         requests = self.requests
-        requests.expire(self.engine, self.now)
+        requests.expire(self.now)
         try:
             requests.fill_rows(self.engine, self.now)
             if requests.has_rows:
@@ -206,7 +206,7 @@ class DispatcherMachine(RuleBasedStateMachine):
             requests.lose_all(error)
             self.engine.close()
             self.make_engine()
-        requests.end_unreadable(self.engine)
+        requests.end_unreadable()
         requests.flush()
 
     @invariant()
@@ -219,7 +219,7 @@ class DispatcherMachine(RuleBasedStateMachine):
                 for delta in handle.read():
                     self.read.setdefault((handle, delta.index), []).extend(delta.token_ids)
                 if handle.paused:
-                    self.requests.resume(handle, self.engine)
+                    self.requests.resume(handle)
             assert handle.ended == (handle.id not in self.requests.handles)
             if not handle.ended:
                 continue
