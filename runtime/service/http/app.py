@@ -8,7 +8,6 @@ import hmac
 import inspect
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, cast
@@ -25,7 +24,7 @@ from ...sampling_params import MAX_TOKEN_ID
 from ..async_engine import AsyncEngine
 from ..health import Health
 from .exchange import BodyLimits, Endpoint, ErrorBody, Exchange, HttpError, invalid
-from .generation import Service, chat, complete
+from .generation import Operation, Service, chat, complete
 from .output_parsers import make_output_parser
 from .requests import (
     ChatRequest,
@@ -187,17 +186,6 @@ def _tokenizer(service: Service, field: str) -> TextTokenizer:
             "the checkpoint has no tokenizer.json: prompts must be token ids", field=field
         )
     return tokenizer
-
-
-@dataclass(frozen=True, slots=True)
-class Operation:
-    """An endpoint, with the types of what it reads and sends. Its docstring is the summary."""
-
-    handler: Callable[[Service, Exchange], Awaitable[None]]
-    response: type | None  # None: text in a format of Prometheus
-    body: type[msgspec.Struct] | None = None
-    event: type[msgspec.Struct] | None = None  # of each event, if the response can be a stream
-    statuses: tuple[int, ...] = (200,)  # of a response; every other one is an error
 
 
 OPERATIONS: Mapping[tuple[str, str], Operation] = {

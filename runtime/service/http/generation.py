@@ -6,7 +6,7 @@ import asyncio
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,14 +21,13 @@ from ...sampling_params import SamplingParams
 from ...structured_output import StructuredOutput
 from ..async_engine import AsyncEngine
 from ..consumers import AsyncStream
-from ..request_handle import Delta
+from ..request_handle import Delta, RequestOptions
 from .chat_grammars import ReasonedOutput, spells_end_of_reasoning
 from .exchange import EVENT_HEADERS, Exchange, HttpError, event
 from .output_parsers import OutputParser, ends_in_reasoning, make_output_parser
 from .requests import (
     ChatRequest,
     CompletionRequest,
-    SamplingRequest,
     StreamOptions,
     UnknownFields,
     chat_prompt,
@@ -79,8 +78,22 @@ class Service:
         return given
 
 
-class _Answer(ABC):
-    """The response to one HTTP request, in the shape of its endpoint; of a stream, its events."""
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """An endpoint, with the types of what it reads and sends. Its docstring is the summary."""
+
+    handler: Callable[[Service, Exchange], Awaitable[None]]
+    response: type | None  # None: text in a format of Prometheus
+    body: type[msgspec.Struct] | None = None
+    event: type[msgspec.Struct] | None = None  # of each event, if the response can be a stream
+    statuses: tuple[int, ...] = (200,)  # of a response; every other one is an error
+
+
+class Answer(ABC):
+    """The response to one HTTP request, in the shape of its API; of a stream, its events.
+
+    `event` and `end` are those of the OpenAI API; other APIs may replace them.
+    """
 
     def __init__(self, id: str, model: str, body: type[Completion] | type[Chat], kind: str) -> None:
         """`id` begins its id; `kind` is the `object` of each `body`."""
@@ -101,59 +114,64 @@ class _Answer(ABC):
         head = (self.id, self._created, self._model)
         return self._body(*head, choices, usage, self._kind, **extras)
 
+    def event(self, choice: msgspec.Struct, usage: OptionalUsage) -> bytes:
+        """Return the encoded event of a choice."""
+        return event(self.body([choice], usage))
 
-async def _generate(
+    def end(self, usage: OptionalUsage) -> bytes:
+        """Return the encoded events after the last choice."""
+        return DONE if usage is UNSET else event(self.body([], usage)) + DONE
+
+
+async def generate(
     exchange: Exchange,
     engine: AsyncEngine,
-    request: SamplingRequest,
     prompts: Sequence[Prompt],
     params: SamplingParams,
-    answer: _Answer,
+    options: RequestOptions,
+    answer: Answer,
+    streaming: StreamOptions | None,
 ) -> None:
     """Decode prompts, which share their parameters, and send the response.
 
-    A stream begins when the engine has accepted all prompts.
+    A stream begins when the engine has accepted all prompts; `streaming` is None for a response in
+    one piece.
     """
     request_id = f"{exchange.request_id}/{answer.id}"
     exchange.note(request_id=request_id)
-    options = request.options(exchange.header(b"traceparent"))
+    options["traceparent"] = exchange.header(b"traceparent")
     streams: list[AsyncStream] = []
     try:
         for number, prompt in enumerate(prompts):
             options["request_id"] = f"{request_id}-{number}"
             streams.append(engine.stream(prompt, params, **options))
-        if request.stream:
+        if streaming is not None:
             for stream in streams:
                 await stream.accepted()
             await exchange.start(200, EVENT_HEADERS)
-            await _send_events(exchange, answer, streams, request.stream_options or StreamOptions())
-        else:
-            outputs = await asyncio.gather(*[stream.finish() for stream in streams])
-            for output in outputs:
-                if output.error is not None:
-                    raise output.error
-            deltas = [await stream.next_deltas() for stream in streams]
-            usage = _usage(streams, sum(len(d.token_ids) for found in deltas for d in found))
-            _note_usage(exchange, usage)
-            choices = [
-                answer.choice(prompt, delta, output)
-                for prompt, (found, output) in enumerate(zip(deltas, outputs, strict=True))
-                for delta in found
-            ]
-            await exchange.respond(answer.body(choices, usage))
+            await _send_events(exchange, answer, streams, streaming)
+            return
+        outputs = await asyncio.gather(*[stream.finish() for stream in streams])
+        for output in outputs:
+            if output.error is not None:
+                raise output.error
+        gained = [
+            (prompt, delta, output)
+            for prompt, output in enumerate(outputs)
+            for delta in await streams[prompt].next_deltas()
+        ]
+        usage = _usage(exchange, streams, sum(len(delta.token_ids) for _, delta, _ in gained))
+        await exchange.respond(answer.body([answer.choice(*each) for each in gained], usage))
     finally:
         for stream in streams:
             await stream.aclose()
 
 
 async def _send_events(
-    exchange: Exchange,
-    answer: _Answer,
-    streams: Sequence[AsyncStream],
-    options: StreamOptions,
+    exchange: Exchange, answer: Answer, streams: Sequence[AsyncStream], options: StreamOptions
 ) -> None:
     """Send the deltas of several streams as events of one response, up to its end."""
-    num_tokens, reports_usage = 0, bool(options.include_usage)
+    num_tokens = 0
 
     async def send_deltas(number: int, stream: AsyncStream) -> None:
         """Send the events of one prompt: the deltas that are ready together, in one message."""
@@ -164,10 +182,10 @@ async def _send_events(
             events = []
             for delta in deltas:
                 num_tokens += len(delta.token_ids)
-                usage: OptionalUsage = None if reports_usage else UNSET
-                if reports_usage and options.continuous_usage_stats:
-                    usage = _usage(streams, num_tokens)
-                events.append(event(answer.body([answer.choice(number, delta, output)], usage)))
+                usage: OptionalUsage = None if options.include_usage else UNSET
+                if options.include_usage and options.continuous_usage_stats:
+                    usage = _usage(exchange, streams, num_tokens)
+                events.append(answer.event(answer.choice(number, delta, output), usage))
             await exchange.send_events(b"".join(events))
 
     # In tasks of their own: a wake-up would pass through the coroutines of all middleware.
@@ -178,22 +196,17 @@ async def _send_events(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        usage = _usage(streams, num_tokens)
-        _note_usage(exchange, usage)
-    end = event(answer.body([], usage)) + DONE if reports_usage else DONE
-    await exchange.send_events(end, last=True)
+        usage = _usage(exchange, streams, num_tokens)
+    await exchange.send_events(answer.end(usage if options.include_usage else UNSET), last=True)
 
 
-def _usage(streams: Sequence[AsyncStream], num_tokens: int) -> Usage:
+def _usage(exchange: Exchange, streams: Sequence[AsyncStream], num_tokens: int) -> Usage:
+    """Return the usage of a response so far, and note it for the access log."""
     prompt_tokens = sum(stream.num_prompt_tokens for stream in streams)
     outputs = [stream.output for stream in streams]
     cached = sum(output.cached_tokens for output in outputs if output is not None)
+    exchange.note(tokens_in=prompt_tokens, tokens_out=num_tokens)
     return Usage.of(prompt_tokens, num_tokens, cached)
-
-
-def _note_usage(exchange: Exchange, usage: Usage) -> None:
-    """Note the tokens of a response for the access log."""
-    exchange.note(tokens_in=usage.prompt_tokens, tokens_out=usage.completion_tokens)
 
 
 DEFAULT_MAX_TOKENS = 16
@@ -219,10 +232,11 @@ async def complete(service: Service, exchange: Exchange) -> None:
             answer.prompt_texts = await service.engine.run_in_pool(
                 lambda: [answer.text_of(prompt) for prompt in prompts]
             )
-        await _generate(exchange, service.engine, request, prompts, params, answer)
+        options, streaming = request.options(), request.streaming()
+        await generate(exchange, service.engine, prompts, params, options, answer, streaming)
 
 
-class _CompletionAnswer(_Answer):
+class _CompletionAnswer(Answer):
     """The completions of a request. Choice `i * n + j` is completion j of prompt i."""
 
     def __init__(self, request: CompletionRequest, model: str, texts: TokenTexts) -> None:
@@ -300,7 +314,8 @@ async def chat(service: Service, exchange: Exchange) -> None:
     if answer.is_parsed:
         params = replace(params, skip_special_tokens=False)
     async with exchange.cancelled_on_disconnect():
-        await _generate(exchange, service.engine, request, [prompt], params, answer)
+        options, streaming = request.options(), request.streaming()
+        await generate(exchange, service.engine, [prompt], params, options, answer, streaming)
 
 
 async def _after_reasoning(
@@ -319,7 +334,7 @@ async def _after_reasoning(
     return replace(params, structured=ReasonedOutput(content=structured))
 
 
-class _ChatAnswer(_Answer):
+class _ChatAnswer(Answer):
     """The answers to a conversation."""
 
     def __init__(
