@@ -11,6 +11,8 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from operator import attrgetter
 from typing import Final, Literal
 
 import numpy as np
@@ -53,18 +55,18 @@ SIZES: Final = tuple(float(1 << e) for e in range(14))
 class Metric:
     """A metric of an `AsyncEngine`."""
 
+    kind: Literal["gauge", "counter", "histogram"]
     name: str
     """Without prefix, and without the `_total` of a counter."""
-    kind: Literal["gauge", "counter", "histogram"]
     help: str
+    source: str = ""
+    """Where a `ServiceSnapshot` has its only value; nanoseconds become seconds, None 0."""
     labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Label → its values; empty for values that depend on the engine."""
     bounds: tuple[float, ...] = ()
     """Upper bounds of a histogram's buckets."""
     vllm: bool = False
     """Whether vLLM has a metric of this name and meaning."""
-    source: str | None = None
-    """The field of `EngineCounters` that is a counter's value; nanoseconds become seconds."""
 
     @property
     def series(self) -> tuple[str, ...]:
@@ -72,50 +74,47 @@ class Metric:
         return next(iter(self.labels.values()), ("",))
 
 
-def _counter(name: str, text: str, source: str, *, vllm: bool = False) -> Metric:
-    return Metric(name, "counter", text, vllm=vllm, source=source)
-
-
+_gauge, _counter = partial(Metric, "gauge"), partial(Metric, "counter")
+_times = partial(Metric, "histogram", bounds=SECONDS, vllm=True)
+_histogram = partial(Metric, "histogram")
 _ENDED = {"phase": ("queue", "prefill", "decode")}
+_REASONS = {"finished_reason": ("stop", "length", "abort", "deadline", "error")}
+_SHED: tuple[Outcome, ...] = ("overloaded", "deadline_unreachable", "unavailable")
 _KIND = {"kind": ("decode", "prefill")}
 
-
-def _histogram(
-    name: str, text: str, bounds: tuple[float, ...], labels: Mapping[str, tuple[str, ...]] = {}
-) -> Metric:
-    return Metric(name, "histogram", text, labels, bounds, vllm=not labels)
-
-
 METRICS: Final = (
-    Metric("num_requests_running", "gauge", "Completions that have a row.", vllm=True),
-    Metric(
+    _gauge("num_requests_running", "Completions that have a row.", "gauges.running", vllm=True),
+    _gauge(
         "num_requests_waiting",
-        "gauge",
         "Requests that wait for a row, those being tokenised included.",
         vllm=True,
     ),
-    Metric("num_prompt_tokens_waiting", "gauge", "Prompt tokens of the queued requests."),
-    Metric("kv_cache_usage_perc", "gauge", "Blocks that requests hold, 0 to 1.", vllm=True),
-    Metric(
+    _gauge("num_prompt_tokens_waiting", "Prompt tokens of the queued requests.", "queued_tokens"),
+    _gauge("kv_cache_usage_perc", "Blocks that requests hold, 0 to 1.", vllm=True),
+    _gauge(
         "cache_config_info",
-        "gauge",
         "1, with the size of the KV cache as labels.",
-        {"block_size": (), "num_gpu_blocks": ()},
+        labels={"block_size": (), "num_gpu_blocks": ()},
         vllm=True,
     ),
-    Metric(
+    _gauge(
         "engine_phase",
-        "gauge",
         "1 for the present phase, 0 for the others.",
-        {"phase": tuple(phase.value for phase in Phase)},
+        labels={"phase": tuple(phase.value for phase in Phase)},
     ),
-    Metric("engine_ready", "gauge", "1 if new requests are served, as `health().ready`."),
-    Metric(
-        "step_age_seconds", "gauge", "Time since the last step, while work is due; 0 without work."
+    _gauge("engine_ready", "1 if new requests are served, as `health().ready`.", "health.ready"),
+    _gauge(
+        "step_age_seconds",
+        "Time since the last step, while work is due; 0 without work.",
+        "health.step_age",
     ),
-    Metric("kernel_fallbacks", "gauge", "Operations that run on slower kernels than configured."),
+    _gauge(
+        "kernel_fallbacks",
+        "Operations that run on slower kernels than configured.",
+        "gauges.kernel_fallbacks",
+    ),
     *(
-        _counter(name, text, source, vllm=True)
+        _counter(name, text, f"counters.{source}", vllm=True)
         for name, text, source in (
             ("prompt_tokens", "Prompt tokens of admitted completions.", "prompt_tokens"),
             ("prompt_tokens_cached", "Of them, those found in the cache.", "cached_tokens"),
@@ -127,60 +126,55 @@ METRICS: Final = (
             ("spec_decode_num_accepted_tokens", "Of them, those accepted.", "accepted_tokens"),
         )
     ),
-    Metric(
+    _counter(
         "spec_decode_num_accepted_tokens_per_pos",
-        "counter",
         "Of them, by their number in the draft of a row, from 0.",
-        {"position": ()},
+        labels={"position": ()},
         vllm=True,
     ),
-    _counter("evicted_blocks", "Cached blocks that were allocated again.", "evicted_blocks"),
-    _counter("steps", "Launched steps.", "steps"),
-    _counter("step_fallbacks", "Launches without a prepared step.", "fallbacks"),
-    _counter("gc_collections", "Runs of Python's garbage collector.", "collections"),
-    _counter("gc_seconds", "Time of Python's garbage collector.", "collected_ns"),
-    Metric(
-        "request_success",
-        "counter",
-        "Requests that ended with an output.",
-        {"finished_reason": ("stop", "length", "abort", "deadline", "error")},
-        vllm=True,
+    *(
+        _counter(name, text, f"counters.{source}")
+        for name, text, source in (
+            ("evicted_blocks", "Cached blocks that were allocated again.", "evicted_blocks"),
+            ("steps", "Launched steps.", "steps"),
+            ("step_fallbacks", "Launches without a prepared step.", "fallbacks"),
+            ("gc_collections", "Runs of Python's garbage collector.", "collections"),
+            ("gc_seconds", "Time of Python's garbage collector.", "collected_ns"),
+        )
     ),
-    Metric("requests_cancelled", "counter", "Aborted requests, by where they were.", _ENDED),
-    Metric("deadlines_missed", "counter", "Requests that ended with `deadline`.", _ENDED),
-    Metric(
-        "requests_shed",
-        "counter",
-        "Requests refused for now.",
-        {"reason": ("overloaded", "deadline_unreachable", "unavailable")},
-    ),
-    Metric("requests_invalid", "counter", "Requests that can never be served."),
-    Metric("send_timeouts", "counter", "Streams that ended because their client did not read."),
-    Metric("requests_failed", "counter", "Requests lost to a failure of the engine."),
-    _histogram("time_to_first_token_seconds", "From submission to the first token.", SECONDS),
-    _histogram("inter_token_latency_seconds", "Between two tokens.", TOKEN_SECONDS),
-    _histogram(
+    _counter("request_success", "Requests that ended with an output.", labels=_REASONS, vllm=True),
+    _counter("requests_cancelled", "Aborted requests, by where they were.", labels=_ENDED),
+    _counter("deadlines_missed", "Requests that ended with `deadline`.", labels=_ENDED),
+    _counter("requests_shed", "Requests refused for now.", labels={"reason": _SHED}),
+    _counter("requests_invalid", "Requests that can never be served."),
+    _counter("send_timeouts", "Streams that ended because their client did not read."),
+    _counter("requests_failed", "Requests lost to a failure of the engine."),
+    _times("time_to_first_token_seconds", "From submission to the first token."),
+    _times("inter_token_latency_seconds", "Between two tokens.", bounds=TOKEN_SECONDS),
+    _times(
         "request_time_per_output_token_seconds",
         "Mean time between the tokens of a request.",
-        TOKEN_SECONDS,
+        bounds=TOKEN_SECONDS,
+    ),
+    _times("e2e_request_latency_seconds", "From submission to the end, unless aborted."),
+    _times("request_queue_time_seconds", "From submission to the entry into the engine."),
+    _times("request_prefill_time_seconds", "From that entry to the first token."),
+    _times("request_decode_time_seconds", "From the first to the last token."),
+    _times("request_inference_time_seconds", "Prefill and decode time."),
+    _times("request_prompt_tokens", "Prompt tokens of a request with an output.", bounds=TOKENS),
+    _times("request_generation_tokens", "Its output tokens.", bounds=TOKENS),
+    _histogram(
+        "step_time_seconds", "Launches, from plan to commit.", labels=_KIND, bounds=TOKEN_SECONDS
     ),
     _histogram(
-        "e2e_request_latency_seconds", "From submission to the end, unless aborted.", SECONDS
+        "step_bucket_size",
+        "Buckets of the launches, in rows or tokens.",
+        labels=_KIND,
+        bounds=SIZES,
     ),
-    _histogram(
-        "request_queue_time_seconds", "From submission to the entry into the engine.", SECONDS
-    ),
-    _histogram("request_prefill_time_seconds", "From that entry to the first token.", SECONDS),
-    _histogram("request_decode_time_seconds", "From the first to the last token.", SECONDS),
-    _histogram("request_inference_time_seconds", "Prefill and decode time.", SECONDS),
-    _histogram("request_prompt_tokens", "Prompt tokens of a request with an output.", TOKENS),
-    _histogram("request_generation_tokens", "Its output tokens.", TOKENS),
-    _histogram("step_time_seconds", "Launches, from plan to commit.", TOKEN_SECONDS, _KIND),
-    _histogram("step_bucket_size", "Buckets of the launches, in rows or tokens.", SIZES, _KIND),
 )
 
 
-_SHED: tuple[Outcome, ...] = ("overloaded", "deadline_unreachable", "unavailable")
 _UNANSWERED: Mapping[Outcome, tuple[str, str]] = {
     **{outcome: ("requests_shed", outcome) for outcome in _SHED},
     "send_timeout": ("send_timeouts", ""),
@@ -291,16 +285,13 @@ class EngineMetrics(Collector):
         with self._lock:
             snapshot = self._engine.snapshot()
             self._count_steps(snapshot.timeline)
-            series = _gauges(snapshot)
-            series["spec_decode_num_accepted_tokens_per_pos"] = {
-                (str(position),): count
-                for position, count in enumerate(snapshot.counters.accepted_by_position)
-            }
+            snapshot = snapshot._replace(gauges=snapshot.gauges or _NO_ENGINE)
+            series = _computed(snapshot)
             for metric in METRICS:
-                if metric.source is not None:
-                    value = getattr(snapshot.counters, metric.source)
+                if metric.source:
+                    value = attrgetter(metric.source)(snapshot) or 0
                     is_time = metric.source.endswith("_ns")
-                    series[metric.name] = {(): value / 1e9 if is_time else value}
+                    series[metric.name] = {(): value / 1e9 if is_time else float(value)}
                 elif metric.name not in series:
                     counted = metric.kind == "histogram" and self._histograms
                     series[metric.name] = {
@@ -378,17 +369,17 @@ class EngineMetrics(Collector):
             yield family
 
 
-def _gauges(snapshot: ServiceSnapshot) -> dict[str, _Series]:
-    health, gauges = snapshot.health, snapshot.gauges or _NO_ENGINE
-    usable = gauges.usable_blocks
+def _computed(snapshot: ServiceSnapshot) -> dict[str, _Series]:
+    """Return the series of metrics that a snapshot does not have as one value."""
+    gauges, phase = snapshot.gauges, snapshot.health.phase
+    assert gauges is not None
+    usable, accepted = gauges.usable_blocks, snapshot.counters.accepted_by_position
     return {
-        "num_requests_running": {(): gauges.running},
         "num_requests_waiting": {(): gauges.waiting + snapshot.queued_requests},
-        "num_prompt_tokens_waiting": {(): snapshot.queued_tokens},
         "kv_cache_usage_perc": {(): gauges.held_blocks / usable if usable else 0.0},
         "cache_config_info": {(str(gauges.block_size), str(usable)): 1} if usable else {},
-        "engine_phase": {(phase.value,): float(phase is health.phase) for phase in Phase},
-        "engine_ready": {(): float(health.ready)},
-        "step_age_seconds": {(): health.step_age or 0.0},
-        "kernel_fallbacks": {(): gauges.kernel_fallbacks},
+        "engine_phase": {(each.value,): float(each is phase) for each in Phase},
+        "spec_decode_num_accepted_tokens_per_pos": {
+            (str(position),): count for position, count in enumerate(accepted)
+        },
     }
