@@ -13,6 +13,7 @@ from typing import Any
 
 from stepgraph.runtime import AsyncEngine, Engine, RequestOutput, SamplingParams, ServiceConfig
 from stepgraph.runtime.service.admission import Dispatcher
+from stepgraph.runtime.service.health import Phase
 from stepgraph.runtime.service.request_handle import RequestHandle, RequestRecord
 from stepgraph.runtime.service.step_thread import StepThread
 
@@ -210,7 +211,7 @@ class Rig:
 
 @contextmanager
 def rig(service: ServiceConfig | None = None, **options: Any) -> Iterator[Rig]:
-    """A started rig, which is closed at the end."""
+    """A started rig, which is closed at the end; if it serves, it has nothing left then."""
     made = Rig(service, **options)
     with made.engine:
         try:
@@ -218,6 +219,8 @@ def rig(service: ServiceConfig | None = None, **options: Any) -> Iterator[Rig]:
         finally:
             made.steps.open()
             made.preparations.open()
+        if made.engine.health().phase is Phase.SERVING:
+            made.check_serves()
 
 
 config = ServiceConfig

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections import Counter
 from concurrent.futures import wait
 from typing import Any
 
@@ -109,55 +108,11 @@ async def test_rows_and_blocks_are_free_one_step_after_the_consumer_left(
             assert {c.finish_reason for c in result.completions} == {"abort"}
         for future in others:
             future.cancel()
-        r.check_serves()
-
-
-@pytest.mark.parametrize("streams", [True, False])
-@in_event_loop
-async def test_a_duplicate_id_is_refused_and_the_first_request_is_served(streams: bool) -> None:
-    with rig() as r:
-        records = listening(r.engine)
-        r.steps.close()
-        own = params(1, max_tokens=20)
-        first = r.engine.submit(PROMPT, own, request_id="mine")
-        made: Any = r.engine.stream if streams else r.engine.generate
-        with pytest.raises(RequestError):
-            await made(PROMPT, request_id="mine")
-        gc.collect()
-        r.steps.open()
-        assert first.result(SECONDS).token_ids == r.expected(PROMPT, own)
-        r.check_serves()
-        wait_until(lambda: len(records) == 2)
-        assert [record.outcome for record in records] == ["length", "length"]
-
-
-@in_event_loop
-async def test_refused_requests_are_reported_once_also_after_a_collection() -> None:
-    records: list[tuple[str, str]] = []  # without the errors, which keep frames alive
-    with rig(config(max_queued_requests=2), max_num_seqs=1) as r:
-        r.engine.add_listener(lambda record: records.append((record.request_id, record.outcome)))
-        r.steps.close()
-        tasks = [
-            asyncio.ensure_future(r.engine.generate(PROMPT, params(i, max_tokens=3)))
-            for i in range(20)
-        ]
-        await asyncio.wait(tasks, timeout=0.1)
-        r.steps.open()
-        await asyncio.wait(tasks)
-        for task in tasks:
-            task.exception()
-        del tasks, task
-        gc.collect()
-        r.check_serves()
-        wait_until(lambda: len(records) >= 21)
-        assert len(records) == len(dict(records)) == 21
-        counts = Counter(outcome for _, outcome in records)
-        assert counts.keys() == {"length", "overloaded"}
-        assert counts["overloaded"] >= 15
 
 
 def test_an_id_may_be_reused_while_an_aborted_prompt_is_still_prepared() -> None:
     with rig() as r:
+        records = listening(r.engine)
         r.preparations.close()
         first = r.engine.submit(tuple(PROMPT), params(1), request_id="mine")
         assert r.engine.abort("mine")
@@ -172,7 +127,8 @@ def test_an_id_may_be_reused_while_an_aborted_prompt_is_still_prepared() -> None
         assert second.result(SECONDS).token_ids == r.expected([1, 2], own)
         third = r.engine.submit([1, 2], own, request_id="mine")
         assert third.result(SECONDS).token_ids == r.expected([1, 2], own)
-        r.check_idle()
+        wait_until(lambda: len(records) == 3)  # none of the one that was refused
+        assert [record.outcome for record in records] == ["abort", "length", "length"]
 
 
 def test_a_cancelled_future_is_done_for_its_waiters() -> None:
@@ -182,7 +138,6 @@ def test_a_cancelled_future_is_done_for_its_waiters() -> None:
         assert future.cancel()
         r.steps.open()
         assert wait([future], SECONDS).done == {future}
-        r.check_serves()
 
 
 def test_a_deadline_that_passes_in_the_queue_ends_a_request_that_is_never_prefilled() -> None:
@@ -200,7 +155,6 @@ def test_a_deadline_that_passes_in_the_queue_ends_a_request_that_is_never_prefil
         r.steps.open()
         blocker.result(SECONDS)
         assert r.made[-1].stats()["requests"] == 1
-        r.check_serves()
 
 
 def test_a_deadline_that_passes_while_decoding_keeps_the_tokens() -> None:
@@ -212,7 +166,6 @@ def test_a_deadline_that_passes_while_decoding_keeps_the_tokens() -> None:
         assert output.finish_reason == "deadline"
         assert 0 < len(output.token_ids) < 40
         assert output.token_ids == r.expected(PROMPT, own)[: len(output.token_ids)]
-        r.check_serves()
 
 
 def test_a_first_token_deadline_ends_a_slow_prefill_and_no_decoding() -> None:
@@ -229,7 +182,6 @@ def test_a_first_token_deadline_ends_a_slow_prefill_and_no_decoding() -> None:
         assert slow.result().token_ids == []
         assert decoding.result(SECONDS).finish_reason == "length"
         assert other.result(SECONDS).finish_reason == "length"
-        r.check_serves()
 
 
 def test_a_deadline_out_of_reach_is_refused_with_the_delay() -> None:
@@ -243,7 +195,6 @@ def test_a_deadline_out_of_reach_is_refused_with_the_delay() -> None:
         patient = r.engine.submit(LONG, params(9), first_token_deadline=20.0)
         for future in (*blockers, patient):
             assert future.result(SECONDS).finish_reason == "length"
-        r.check_idle()
 
 
 def test_tokens_in_the_prefix_cache_take_no_time_before_the_first_token() -> None:
@@ -297,7 +248,6 @@ async def test_a_stream_that_is_not_read_gives_its_row_to_others() -> None:
             assert r.num_steps < steps + 10
             (tokens, reason) = (await joined(stream))[0]
             assert (tokens, reason) == (r.expected(PROMPT, LONG_OUTPUT), "length")
-        r.check_serves()
 
 
 @pytest.mark.parametrize("how", ["paused", "decoding slowly", "dropped"])
@@ -323,7 +273,6 @@ async def test_a_stream_that_is_not_read_ends_after_its_time(how: str) -> None:
         assert 0 < records[0].num_output_tokens < 40
         assert [record.outcome for record in records] == ["send_timeout"]
         r.on_step = lambda: None
-        r.check_serves()
 
 
 @in_event_loop
@@ -359,4 +308,3 @@ async def test_a_paused_request_can_end(how: str) -> None:
         await asyncio.to_thread(wait_until, lambda: stream._handle.ended)
         assert stream.output is not None
         assert stream.output.finish_reason == ("deadline" if how == "deadline" else "abort")
-        r.check_serves()

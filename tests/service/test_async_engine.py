@@ -46,7 +46,6 @@ def test_several_loops_of_several_threads_share_the_engine() -> None:
 
         with ThreadPoolExecutor(4) as pool:
             assert len([*pool.map(serve, range(4), timeout=SECONDS)]) == 4
-        r.check_idle()
 
 
 @in_event_loop
@@ -76,7 +75,6 @@ async def test_an_invalid_prompt_ends_its_request_alone(prompt: Any) -> None:
             await stream.accepted()
         with pytest.raises(RequestError):
             await anext(stream)
-        r.check_serves()
 
 
 def test_requests_and_tokens_that_wait_are_bounded() -> None:
@@ -96,7 +94,6 @@ def test_requests_and_tokens_that_wait_are_bounded() -> None:
         r.steps.open()
         assert all(f.result(SECONDS).finish_reason == "length" for f in (running, *queued))
         assert r.engine.submit(LONG, params(1)).result(SECONDS)  # more than the limit, alone
-        r.check_serves()
 
 
 def test_tenants_share_the_engine_by_weight() -> None:
@@ -113,7 +110,6 @@ def test_tenants_share_the_engine_by_weight() -> None:
         order = [name for _, name in sorted(served)]
         # While both wait, three of four requests are of the tenant of weight 3.
         assert abs(order[:24].count("heavy") - 18) <= 1
-        r.check_idle()
 
 
 class CountingLoop(asyncio.SelectorEventLoop):

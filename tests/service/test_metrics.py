@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections import Counter
+from concurrent.futures import wait
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -249,14 +250,15 @@ def test_gauges_while_requests_wait() -> None:
     with rig(max_num_seqs=2) as r:
         metrics = EngineMetrics(r.engine)
         r.steps.close()
-        for seed in range(5):
-            r.engine.submit([1, 2, 3], params(seed, 40))
+        futures = [r.engine.submit([1, 2, 3], params(seed, 40)) for seed in range(5)]
         wait_until(lambda: r.steps.permit() or Scrape(metrics)("num_requests_running") == 2)
         scrape = Scrape(metrics)
         assert scrape("num_requests_waiting") == 3
         assert scrape("num_prompt_tokens_waiting") == 9
         assert 0 < scrape("kv_cache_usage_perc") < 1
         assert 0 < scrape("step_age_seconds") < SECONDS
+        r.steps.open()
+        wait(futures)
     closed = Scrape(metrics)
     assert (closed("engine_ready"), closed("engine_phase", "closed")) == (0, 1)
     assert closed("num_requests_running") == closed("num_requests_waiting") == 0
