@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from concurrent.futures import wait
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import prometheus_client
@@ -50,6 +51,10 @@ def test_a_finished_request_has_a_record() -> None:
         times: list[Any] = [record.submitted_ns, record.started_ns, record.first_token_ns]
         times += [record.last_token_ns, record.ended_ns]
         assert times == sorted(times)
+        between = dict(zip(("queue", "prefill", "decode"), pairwise(times[:4]), strict=True))
+        between |= {"first_token": (times[0], times[2]), "inference": (times[1], times[3])}
+        between["e2e"] = (times[0], times[4])
+        assert record.seconds == {name: (b - a) / 1e9 for name, (a, b) in between.items()}
     assert records[1].num_cached_tokens > 0
 
 
@@ -176,39 +181,22 @@ def served(engine: AsyncEngine, records: list[RequestRecord], count: int = 20) -
     wait_until(lambda: len(records) == before + count)
 
 
-def seconds_of(records: list[RequestRecord]) -> dict[str, list[float]]:
-    """The values of each histogram of times, one by one."""
-    values: dict[str, list[float]] = {}
-    for record in records:
-        assert record.started_ns is not None
-        first = min(times[0] for times in record.token_ns)
-        last = max(times[-1] for times in record.token_ns)
-        latencies = [(b - a) / 1e9 for times in record.token_ns for a, b in pairwise(times)]
-        own = {
-            "time_to_first_token_seconds": [(first - record.submitted_ns) / 1e9],
-            "e2e_request_latency_seconds": [(record.ended_ns - record.submitted_ns) / 1e9],
-            "request_queue_time_seconds": [(record.started_ns - record.submitted_ns) / 1e9],
-            "request_prefill_time_seconds": [(first - record.started_ns) / 1e9],
-            "request_decode_time_seconds": [(last - first) / 1e9],
-            "request_inference_time_seconds": [(last - record.started_ns) / 1e9],
-            "request_prompt_tokens": [float(record.num_prompt_tokens)],
-            "request_generation_tokens": [float(record.num_output_tokens)],
-            "inter_token_latency_seconds": latencies,
-            "request_time_per_output_token_seconds": [
-                sum(latencies) / len(latencies) for _ in latencies[:1]
-            ],
-        }
-        for name, times in own.items():
-            values.setdefault(name, []).extend(times)
-    return values
-
-
 def test_histograms_of_requests_hold_the_values_of_their_records() -> None:
     with AsyncEngine(fake_engine) as engine:
         metrics, records = EngineMetrics(engine), listening(engine)
         served(engine, records)
         scrape = Scrape(metrics)
-    expected = seconds_of(records)
+    expected: dict[str, list[float]] = defaultdict(list)
+    for record in records:
+        for name, value in record.seconds.items():
+            known = {"first_token": "time_to_first_token", "e2e": "e2e_request_latency"}
+            expected[known.get(name, f"request_{name}_time") + "_seconds"].append(value)
+        expected["request_prompt_tokens"].append(record.num_prompt_tokens)
+        expected["request_generation_tokens"].append(record.num_output_tokens)
+        latencies = [(b - a) / 1e9 for times in record.token_ns for a, b in pairwise(times)]
+        expected["inter_token_latency_seconds"] += latencies
+        if latencies:
+            expected["request_time_per_output_token_seconds"].append(fmean(latencies))
     without_labels = {m.name for m in METRICS if m.kind == "histogram" and not m.labels}
     assert expected.keys() == without_labels
     for name, values in expected.items():
