@@ -7,8 +7,9 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
 from msgspec import UNSET
@@ -21,13 +22,14 @@ from ...sampling_params import SamplingParams
 from ...structured_output import StructuredOutput
 from ..async_engine import AsyncEngine
 from ..consumers import AsyncStream
-from ..request_handle import Delta, RequestOptions
+from ..request_handle import Delta
 from .chat_grammars import ReasonedOutput, spells_end_of_reasoning
 from .exchange import EVENT_HEADERS, Exchange, HttpError, event
 from .output_parsers import OutputParser, ends_in_reasoning, make_output_parser
 from .requests import (
     ChatRequest,
     CompletionRequest,
+    SamplingRequest,
     StreamOptions,
     UnknownFields,
     chat_prompt,
@@ -46,6 +48,8 @@ from .token_text import ChoiceTokens, TokenTexts
 
 if TYPE_CHECKING:  # it needs prometheus-client
     from ..metrics import EngineMetrics
+
+R = TypeVar("R", bound=SamplingRequest)
 
 DONE = b"data: [DONE]\n\n"
 
@@ -89,15 +93,18 @@ class Operation:
     statuses: tuple[int, ...] = (200,)  # of a response; every other one is an error
 
 
-class Answer(ABC):
+class Answer(ABC, Generic[R]):
     """The response to one HTTP request, in the shape of its API; of a stream, its events.
 
     `event` and `end` are those of the OpenAI API; other APIs may replace them.
     """
 
-    def __init__(self, id: str, model: str, body: type[Completion] | type[Chat], kind: str) -> None:
+    def __init__(
+        self, id: str, request: R, model: str, body: type[Completion] | type[Chat], kind: str
+    ) -> None:
         """`id` begins its id; `kind` is the `object` of each `body`."""
         self.id = f"{id}-{secrets.token_hex(12)}"
+        self.request = request
         self._body = body
         self._kind = kind
         self._created = int(time.time())
@@ -128,28 +135,26 @@ async def generate(
     engine: AsyncEngine,
     prompts: Sequence[Prompt],
     params: SamplingParams,
-    options: RequestOptions,
-    answer: Answer,
-    streaming: StreamOptions | None,
+    answer: Answer[Any],
 ) -> None:
     """Decode prompts, which share their parameters, and send the response.
 
-    A stream begins when the engine has accepted all prompts; `streaming` is None for a response in
-    one piece.
+    A stream begins when the engine has accepted all prompts.
     """
     request_id = f"{exchange.request_id}/{answer.id}"
     exchange.note(request_id=request_id)
-    options["traceparent"] = exchange.header(b"traceparent")
-    streams: list[AsyncStream] = []
-    try:
+    options = answer.request.options(exchange.header(b"traceparent"))
+    async with exchange.cancelled_on_disconnect(), AsyncExitStack() as stack:
+        streams: list[AsyncStream] = []
         for number, prompt in enumerate(prompts):
             options["request_id"] = f"{request_id}-{number}"
-            streams.append(engine.stream(prompt, params, **options))
-        if streaming is not None:
+            stream = engine.stream(prompt, params, **options)
+            streams.append(await stack.enter_async_context(stream))
+        if answer.request.stream:
             for stream in streams:
                 await stream.accepted()
             await exchange.start(200, EVENT_HEADERS)
-            await _send_events(exchange, answer, streams, streaming)
+            await _send_events(exchange, answer, streams)
             return
         outputs = await asyncio.gather(*[stream.finish() for stream in streams])
         for output in outputs:
@@ -162,16 +167,13 @@ async def generate(
         ]
         usage = _usage(exchange, streams, sum(len(delta.token_ids) for _, delta, _ in gained))
         await exchange.respond(answer.body([answer.choice(*each) for each in gained], usage))
-    finally:
-        for stream in streams:
-            await stream.aclose()
 
 
 async def _send_events(
-    exchange: Exchange, answer: Answer, streams: Sequence[AsyncStream], options: StreamOptions
+    exchange: Exchange, answer: Answer[Any], streams: Sequence[AsyncStream]
 ) -> None:
     """Send the deltas of several streams as events of one response, up to its end."""
-    num_tokens = 0
+    num_tokens, options = 0, answer.request.stream_options or StreamOptions()
 
     async def send_deltas(number: int, stream: AsyncStream) -> None:
         """Send the events of one prompt: the deltas that are ready together, in one message."""
@@ -227,30 +229,27 @@ async def complete(service: Service, exchange: Exchange) -> None:
         params = replace(params, prompt_logprobs=request.logprobs)
     as_ids = bool(request.return_tokens_as_token_ids)
     answer = _CompletionAnswer(request, model, TokenTexts(service.engine.tokenizer, as_ids=as_ids))
-    async with exchange.cancelled_on_disconnect():
-        if request.echo and request.truncate_prompt_tokens is None:
-            answer.prompt_texts = await service.engine.run_in_pool(
-                lambda: [answer.text_of(prompt) for prompt in prompts]
-            )
-        options, streaming = request.options(), request.streaming()
-        await generate(exchange, service.engine, prompts, params, options, answer, streaming)
+    if request.echo and request.truncate_prompt_tokens is None:
+        answer.prompt_texts = await service.engine.run_in_pool(
+            lambda: [answer.text_of(prompt) for prompt in prompts]
+        )
+    await generate(exchange, service.engine, prompts, params, answer)
 
 
-class _CompletionAnswer(Answer):
+class _CompletionAnswer(Answer[CompletionRequest]):
     """The completions of a request. Choice `i * n + j` is completion j of prompt i."""
 
     def __init__(self, request: CompletionRequest, model: str, texts: TokenTexts) -> None:
-        super().__init__("cmpl", model, Completion, "text_completion")
+        super().__init__("cmpl", request, model, Completion, "text_completion")
         self.prompt_texts: Sequence[str] = ()
         """Of each prompt, to begin its completions with; empty without `echo`, and if prompts are
         truncated: their texts are the texts of the tokens that remain."""
-        self._request = request
         self._texts = texts
         self._num_chars: dict[int, int] = {}  # of the text of each choice that has begun
         self._tokens: dict[int, ChoiceTokens] = {}  # of those with log-probabilities
 
     def choice(self, prompt: int, delta: Delta, output: RequestOutput) -> CompletionChoice:
-        request = self._request
+        request = self.request
         index = prompt * (request.n or 1) + delta.index
         choice = CompletionChoice(index, delta.text, None, delta.finish_reason)
         begins = index not in self._num_chars
@@ -283,7 +282,7 @@ class _CompletionAnswer(Answer):
         before = None
         tokens = self._tokens.get(index)
         if tokens is None:
-            skip = self._request.skip_special_tokens is not False
+            skip = self.request.skip_special_tokens is not False
             prompt_ids = output.prompt_token_ids
             tokens = ChoiceTokens(self._texts, prompt_ids, skip_special_tokens=skip)
             self._tokens[index] = tokens
@@ -300,7 +299,11 @@ PROMPT_END_TOKENS = 16
 
 async def chat(service: Service, exchange: Exchange) -> None:
     """Respond to a conversation with the model's answers."""
-    request = await exchange.read(ChatRequest, service.fields.check)
+    await converse(service, exchange, await exchange.read(ChatRequest, service.fields.check))
+
+
+async def converse(service: Service, exchange: Exchange, request: ChatRequest) -> None:
+    """Send the answers to a conversation."""
     model = service.model_name(request.model)
     params = request.params(
         request.num_tokens(service.engine.sampling_defaults.max_tokens),
@@ -313,9 +316,7 @@ async def chat(service: Service, exchange: Exchange) -> None:
     answer = _ChatAnswer(service, request, model, params, continued)
     if answer.is_parsed:
         params = replace(params, skip_special_tokens=False)
-    async with exchange.cancelled_on_disconnect():
-        options, streaming = request.options(), request.streaming()
-        await generate(exchange, service.engine, [prompt], params, options, answer, streaming)
+    await generate(exchange, service.engine, [prompt], params, answer)
 
 
 async def _after_reasoning(
@@ -334,7 +335,7 @@ async def _after_reasoning(
     return replace(params, structured=ReasonedOutput(content=structured))
 
 
-class _ChatAnswer(Answer):
+class _ChatAnswer(Answer[ChatRequest]):
     """The answers to a conversation."""
 
     def __init__(
@@ -350,9 +351,8 @@ class _ChatAnswer(Answer):
         Parsers read all of the text, special tokens included, whatever `params` say of these.
         """
         kind = "chat.completion.chunk" if request.stream else "chat.completion"
-        super().__init__("chatcmpl", model, Chat, kind)
+        super().__init__("chatcmpl", request, model, Chat, kind)
         self._service = service
-        self._request = request
         self._tokenizer = service.engine.tokenizer
         as_ids = bool(request.return_tokens_as_token_ids)
         self._texts = TokenTexts(self._tokenizer, as_ids=as_ids)
@@ -375,7 +375,7 @@ class _ChatAnswer(Answer):
         self._outputs: dict[int, OutputParser] = {}  # of each completion that has begun
 
     def choice(self, prompt: int, delta: Delta, output: RequestOutput) -> ChatChoice:
-        request, begins = self._request, delta.index not in self._outputs
+        request, begins = self.request, delta.index not in self._outputs
         parser = self._output(delta, output)
         message = parser.message(delta.text, last=delta.finish_reason is not None)
         if begins:
@@ -420,7 +420,7 @@ class _ChatAnswer(Answer):
                 tools=self._tools,
                 in_reasoning=in_reasoning,
                 keeps_special=self._keeps_special,
-                one_call=self._request.parallel_tool_calls is False,
+                one_call=self.request.parallel_tool_calls is False,
             )
         if self._hides_special and tokenizer is not None:
             special = tokenizer.special_ids.intersection(delta.token_ids)

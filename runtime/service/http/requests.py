@@ -193,18 +193,15 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
             return "tools" if isinstance(error, GrammarError) else "tool_choice"
         return None if error.field is None else _PARAMETERS.get(error.field, error.field)
 
-    def streaming(self) -> StreamOptions | None:
-        """Return the options of a stream; None for a response in one piece."""
-        return self.stream_options or StreamOptions() if self.stream else None
-
-    def options(self) -> RequestOptions:
-        """Return the options for an `AsyncEngine`."""
+    def options(self, traceparent: str | None) -> RequestOptions:
+        """Return the options for an `AsyncEngine`; `traceparent` is a header of the request."""
         return RequestOptions(
             priority=self.priority or 0,
             deadline=self.timeout,
             first_token_deadline=self.first_token_timeout,
             cache_salt=self.cache_salt,
             tenant=self.user,
+            traceparent=traceparent,
         )
 
 
