@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -48,33 +47,28 @@ class Replicas:
         assert stream
         return self
 
-    def remote(self, request: RemoteRequest, prompt: bytes) -> Call:
+    def remote(self, request: RemoteRequest, prompt: bytes) -> Replicas:
+        """Return itself as the call in progress: there is one at a time."""
         self.calls.append(request)
-        return Call(self, next(self._scripts))
+        self._parts = iter(next(self._scripts))
+        return self
 
-
-class Call:
-    def __init__(self, replicas: Replicas, script: list[Any]) -> None:
-        self._replicas = replicas
-        self._parts = self._run(script)
-
-    @staticmethod
-    async def _run(script: list[Any]) -> AsyncIterator[Any]:
-        for part in script:
-            if isinstance(part, Exception):
-                raise part
-            if part is None:  # it hangs
-                await asyncio.Event().wait()
-            yield part
-
-    def __aiter__(self) -> AsyncIterator[Any]:
-        return self._parts
+    def __aiter__(self) -> Replicas:
+        return self
 
     async def __anext__(self) -> Any:
-        return await anext(self._parts)
+        try:
+            part = next(self._parts)
+        except StopIteration:
+            raise StopAsyncIteration from None
+        if isinstance(part, Exception):
+            raise part
+        if part is None:  # it hangs
+            await asyncio.Event().wait()
+        return part
 
     def cancel(self) -> None:
-        self._replicas.num_cancelled += 1
+        self.num_cancelled += 1
 
 
 def answer(replicas: Replicas, **options: Any) -> httpx.Response:

@@ -8,10 +8,10 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -103,43 +103,22 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.2)
 
 
-@dataclass
-class Stream:
-    """A streamed completion, read in a thread of its own."""
-
-    cluster: Cluster
-    prompt: list[int]
-    max_tokens: int
-    texts: list[str] = field(default_factory=list)
-    error: Mapping[str, Any] | None = None
-    """The `error` of an error event."""
-    done: bool = False
-    """Whether it ended with `[DONE]`."""
-
-    @property
-    def text(self) -> str:
-        return "".join(self.texts)
-
-    def read(self) -> None:
-        body = {"prompt": self.prompt, "max_tokens": self.max_tokens, **GREEDY}
-        url = f"{self.cluster.url}/v1/completions"
-        with (
-            suppress(httpx.RemoteProtocolError),  # it ends before the response does
-            httpx.stream("POST", url, json={**body, "stream": True}, timeout=BOUND_S) as lines,
-        ):
-            assert lines.status_code == 200, lines.read()
-            for line in lines.iter_lines():
-                self._take(line.removeprefix("data: "))
-
-    def _take(self, data: str) -> None:
-        if data == "[DONE]":
-            self.done = True
-        elif data:
-            event = json.loads(data)
+def read_stream(
+    cluster: Cluster, prompt: list[int], max_tokens: int, texts: list[str]
+) -> str | None:
+    """Append the texts of a stream; return its error, None if it ended with `[DONE]`."""
+    body = {"prompt": prompt, "max_tokens": max_tokens, "stream": True, **GREEDY}
+    url = f"{cluster.url}/v1/completions"
+    with httpx.stream("POST", url, json=body, timeout=BOUND_S) as response:
+        assert response.status_code == 200, response.read()
+        for line in filter(None, response.iter_lines()):
+            if line == "data: [DONE]":
+                return None
+            event = json.loads(line.removeprefix("data: "))
             if "error" in event:
-                self.error = event["error"]
-            else:
-                self.texts.append(event["choices"][0]["text"])
+                return str(event["error"]["message"])
+            texts.append(event["choices"][0]["text"])
+    raise AssertionError("the stream ended without an error")
 
 
 @contextmanager
@@ -205,11 +184,10 @@ def test_routes_and_proxies_answer_as_an_engine_does(
     pair: Cluster, expected: dict[int, list[str]]
 ) -> None:
     assert [pair.text(prompt, 16) for prompt in PROMPTS[:4]] == expected[16][:4]
-    stream = Stream(pair, PROMPTS[5], 16)
-    stream.read()
-    assert stream.done
-    assert stream.text == expected[16][5]
-    assert len(stream.texts) > 1, "the tokens came together"
+    texts: list[str] = []
+    assert read_stream(pair, PROMPTS[5], 16, texts) is None
+    assert "".join(texts) == expected[16][5]
+    assert len(texts) > 1, "the tokens came together"
     assert httpx.get(f"{pair.url}/v1/models").json()["data"][0]["id"] == "demo"
     assert httpx.get(f"{pair.url}/ready").json()["ready"]
     refused = httpx.post(f"{pair.url}/v1/completions", json={"prompt": 3})
@@ -233,28 +211,23 @@ def test_a_killed_replica_loses_only_what_it_streamed(
     pair: Cluster, expected: dict[int, list[str]]
 ) -> None:
     """All rows stream and other requests wait when one of two replicas is killed."""
-    streams = [Stream(pair, prompt, LONG) for prompt in STREAMED]
+    texts: list[list[str]] = [[] for _ in STREAMED]
     with ThreadPoolExecutor(16) as pool:
         reading = []
-        for stream in streams:  # one by one: two for each replica
-            reading.append(pool.submit(stream.read))
-            wait_until(lambda stream=stream: bool(stream.texts))
+        for prompt, own in zip(STREAMED, texts, strict=True):  # one by one: two for each replica
+            reading.append(pool.submit(read_stream, pair, prompt, LONG, own))
+            wait_until(lambda own=own: bool(own))
         waiting = [pool.submit(pair.text, prompt, 16) for prompt in PROMPTS[4:16]]
         time.sleep(0.3)
         victim = min(replica_pids())
         os.kill(victim, signal.SIGKILL)
         assert [answer.result() for answer in waiting] == expected[16][4:16]
-        for reader in reading:
-            reader.result()
-    for number, stream in enumerate(streams):
-        assert stream.done == (stream.error is None)
-        if stream.done:
-            assert stream.text == expected[LONG][number]
-        else:
-            assert expected[LONG][number].startswith(stream.text)
-            assert stream.error is not None
-            assert "replica" in stream.error["message"]
-    assert sum(not stream.done for stream in streams) == 2
+        errors = [reader.result() for reader in reading]
+    for own, error, whole in zip(texts, errors, expected[LONG], strict=True):
+        text = "".join(own)
+        assert text == whole if error is None else whole.startswith(text)
+        assert error is None or "replica" in error
+    assert sum(error is not None for error in errors) == 2
     wait_until(lambda: num_running() == 2 and victim not in replica_pids())
     assert len(replica_pids()) == 2
     assert pair.text(PROMPTS[0], 16) == expected[16][0]
