@@ -181,7 +181,6 @@ class Exchange:
         self._receive = receive
         self._send = send
         self._limits = limits
-        self._num_held = 0  # bytes of the body that `limits` counts
         self.started = False
         """Whether the response has begun."""
         self.param_of: Callable[[RequestError], str | None] = lambda error: error.field
@@ -221,11 +220,30 @@ class Exchange:
     @asynccontextmanager
     async def body(self) -> AsyncIterator[bytearray]:
         """Read the body, and count its bytes until the block ends. Raises as `read`, except 400."""
+        most, body, more = self._limits.max_bytes, bytearray(), True
+        length = self.header(b"content-length") or ""
+        too_large = HttpError(413, f"the body has more than {most} bytes", headers=(_CLOSE,))
+        if length.isdecimal() and (len(length) > 18 or int(length) > most):
+            raise too_large
         try:
-            yield await self._read_body()
+            try:
+                async with asyncio.timeout(BODY_SECONDS):
+                    while more:
+                        message = await self._receive()
+                        if message["type"] == "http.disconnect":
+                            raise ClientDisconnected
+                        part, more = message.get("body", b""), message.get("more_body", False)
+                        body += part
+                        self._limits.take(len(part))
+                        if len(body) > most:
+                            raise too_large
+            except TimeoutError as error:
+                raise HttpError(
+                    408, f"the body did not arrive within {BODY_SECONDS:g} s", headers=(_CLOSE,)
+                ) from error
+            yield body
         finally:
-            self._limits.take(-self._num_held)
-            self._num_held = 0
+            self._limits.take(-len(body))
 
     async def respond(
         self,
@@ -308,36 +326,6 @@ class Exchange:
             parts.append("the client disconnected")
         line = ", ".join(parts).encode("unicode_escape").decode()  # stays on one line
         access_logger.log(level, "%s", line)
-
-    async def _read_body(self) -> bytearray:
-        most = self._limits.max_bytes
-        length = self.header(b"content-length") or ""
-        if length.isdecimal() and (len(length) > 18 or int(length) > most):
-            raise self._too_large()
-        body = bytearray()
-        try:
-            async with asyncio.timeout(BODY_SECONDS):
-                while True:
-                    message = await self._receive()
-                    if message["type"] == "http.disconnect":
-                        raise ClientDisconnected
-                    part = message.get("body", b"")
-                    body += part
-                    self._num_held += len(part)
-                    self._limits.take(len(part))
-                    if len(body) > most:
-                        raise self._too_large()
-                    if not message.get("more_body", False):
-                        return body
-        except TimeoutError as error:
-            raise HttpError(
-                408, f"the body did not arrive within {BODY_SECONDS:g} s", headers=(_CLOSE,)
-            ) from error
-
-    def _too_large(self) -> HttpError:
-        return HttpError(
-            413, f"the body has more than {self._limits.max_bytes} bytes", headers=(_CLOSE,)
-        )
 
 
 class Endpoint:
