@@ -453,43 +453,30 @@ def _named(names: str, *neutral: Any) -> dict[str, tuple[Any, ...]]:
 
 
 _REFUSED: Final[dict[str, tuple[Any, ...]]] = {
-    # OpenAI
-    **_named("suffix functions function_call reasoning", *_EMPTY),
-    **_named("audio prediction web_search_options", None),
-    **_named("modalities", None, [], ["text"]),
-    **_named("verbosity", None, "medium"),
-    # vLLM
+    # Of OpenAI, vLLM, SGLang, llama.cpp and others, grouped by their neutral values.
     **_named(
-        "guided_json guided_regex guided_choice guided_grammar guided_json_object"
-        " guided_whitespace_pattern prompt_embeds logits_processors vllm_xargs kv_transfer_params"
-        " ec_transfer_params use_beam_search early_stopping repetition_detection watermarking"
-        " mm_processor_kwargs media_io_kwargs return_prompt_text prompt_logprob_token_ids"
-        " trace_decode_token_ids",
-        *_EMPTY,
-    ),
-    **_named("include_reasoning spaces_between_special_tokens detokenize", None, True),
-    **_named("thinking_token_budget", None, -1),
-    **_named("truncation_side", None, "left"),
-    # SGLang
-    **_named(
-        "regex ebnf structural_tag no_stop_trim stop_regex lora_path custom_logit_processor"
-        " custom_params session_params input_ids task return_hidden_states return_routed_experts"
-        " min_new_tokens",
-        *_EMPTY,
-    ),
-    **_named("separate_reasoning stream_reasoning", None, True),
-    **_named("sampling_seed enable_thinking thinking", None),
-    # llama.cpp and others
-    **_named(
-        "grammar grammar_lazy json_schema samplers logit_processors lora post_sampling_probs"
+        "suffix functions function_call reasoning guided_json guided_regex guided_choice"
+        " guided_grammar guided_json_object guided_whitespace_pattern prompt_embeds"
+        " logits_processors vllm_xargs kv_transfer_params ec_transfer_params use_beam_search"
+        " early_stopping repetition_detection watermarking mm_processor_kwargs media_io_kwargs"
+        " return_prompt_text prompt_logprob_token_ids trace_decode_token_ids regex ebnf"
+        " structural_tag no_stop_trim stop_regex lora_path custom_logit_processor custom_params"
+        " session_params input_ids task return_hidden_states return_routed_experts min_new_tokens"
+        " grammar grammar_lazy json_schema samplers logit_processors lora post_sampling_probs"
         " response_fields return_tokens n_probs n_indent input_prefix input_suffix input_extra"
         " min_keep mirostat top_a eta_cutoff epsilon_cutoff dry_multiplier xtc_probability"
         " dynatemp_range no_repeat_ngram_size penalty_alpha",
         *_EMPTY,
     ),
-    **_named("do_sample", None, True),
+    **_named("audio prediction web_search_options sampling_seed enable_thinking thinking", None),
+    **_named("modalities", None, [], ["text"]),
+    **_named("verbosity", None, "medium"),
+    **_named("include_reasoning spaces_between_special_tokens detokenize", None, True),
+    **_named("separate_reasoning stream_reasoning do_sample", None, True),
+    **_named("truncation_side", None, "left"),
     **_named("length_penalty repeat_penalty typical_p typ_p tfs_z n_cmpl num_beams", None, 1),
-    **_named("max_new_tokens n_predict adaptive_target reasoning_budget", None, -1),
+    **_named("thinking_token_budget max_new_tokens n_predict adaptive_target", None, -1),
+    **_named("reasoning_budget", None, -1),
     **_named("top_n_sigma t_max_predict_ms", None, 0, -1),
     **_named("reasoning_format", None, "auto"),
 }
