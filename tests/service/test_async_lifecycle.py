@@ -73,24 +73,26 @@ def test_a_start_that_fails_raises_its_error_and_leaves_no_thread() -> None:
     assert threading.active_count() == before
 
 
+def uses(engine: AsyncEngine) -> list[Callable[[], Any]]:
+    """Calls that need an engine which serves."""
+
+    async def stream() -> None:
+        engine.stream(PROMPT)
+
+    calls = (engine.stats, engine.drain, engine.sleep, engine.wake, engine.reset_prefix_cache)
+    return [
+        lambda: engine.submit(PROMPT),
+        *(lambda call=call: do(call()) for call in (stream, *calls)),
+        lambda: do(engine.generate(PROMPT)),
+    ]
+
+
 def test_an_engine_that_was_not_started_says_so() -> None:
     r = Rig()
     engine = r.engine
     assert (engine.health().phase, engine.health().live) == (Phase.NOT_STARTED, False)
 
-    async def stream() -> None:
-        engine.stream(PROMPT)
-
-    uses: list[Callable[[], Any]] = [
-        lambda: do(stream()),
-        lambda: do(engine.generate(PROMPT)),
-        lambda: engine.submit(PROMPT),
-        lambda: engine.tokenizer,
-        *(lambda call=call: do(call()) for call in (engine.stats, engine.drain, engine.sleep)),
-        *(lambda call=call: do(call()) for call in (engine.wake, engine.reset_prefix_cache)),
-        lambda: do(engine.reload("demo")),
-    ]
-    for use in uses:
+    for use in (*uses(engine), lambda: engine.tokenizer, lambda: do(engine.reload("demo"))):
         with pytest.raises(EngineNotStartedError):
             use()
     with engine:
@@ -402,14 +404,7 @@ def test_a_forked_child_is_refused_and_the_parent_serves() -> None:
 
         def child() -> None:
             engine = r.engine
-            for use in (
-                lambda: engine.submit(PROMPT),
-                lambda: do(engine.generate(PROMPT)),
-                *(lambda call=call: do(call()) for call in (engine.stats, engine.drain)),
-                *(lambda call=call: do(call()) for call in (engine.sleep, engine.wake)),
-                lambda: do(engine.run_in_pool(int)),
-                engine.start,
-            ):
+            for use in (*uses(engine), lambda: do(engine.run_in_pool(int)), engine.start):
                 with pytest.raises(EngineForkedError):
                     use()
             engine.close()

@@ -80,19 +80,15 @@ async def test_outputs_follow_the_fields(
 @pytest.mark.parametrize("number", ["-9007199254740992", "9007199254740991", "0.123456789012345"])
 @in_event_loop
 async def test_numbers_keep_their_digits_on_the_way(engine: AsyncEngine, number: str) -> None:
-    schema = (
-        f'{{"type": "object", "properties": {{"n": {{"const": {number}}}}}, "required": ["n"]}}'
-    )
-    schema = schema[:-1] + ', "additionalProperties": false}'
+    properties = f'"properties": {{"n": {{"const": {number}}}}}, "required": ["n"]'
+    schema = f'{{"type": "object", {properties}, "additionalProperties": false}}'
     tool = f'{{"type": "function", "function": {{"name": "f", "parameters": {schema}}}}}'
-    form = f'{{"type": "json_schema", "json_schema": {{"schema": {schema}}}}}'
     bodies = [
-        f'"response_format": {form}',
+        f'"response_format": {{"type": "json_schema", "json_schema": {{"schema": {schema}}}}}',
         f'"structured_outputs": {{"json": {schema}}}',
         f'"tools": [{tool}], "tool_choice": "required"',
+        f'"structured_outputs": {{"grammar": {json.dumps(f"start: %json {schema}")}}}',
     ]
-    grammar = {"structured_outputs": {"grammar": f"start: %json {schema}"}}
-    bodies.append(json.dumps(grammar)[1:-1])
     rig = Rig(engine, tool_parser="hermes")
     for fields in bodies:
         body = f'{{"messages": {json.dumps(HI)}, "max_tokens": 60, {fields}}}'

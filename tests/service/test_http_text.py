@@ -78,20 +78,6 @@ async def error(rig: Rig, path: str = COMPLETIONS, **fields: Any) -> dict[str, A
 
 
 @in_event_loop
-async def test_completions_are_those_of_the_engine(rig: Rig) -> None:
-    reference = await rig.engine.generate(PROMPT, SamplingParams(**GREEDY))
-    body = {"prompt": PROMPT, **GREEDY}
-    found = await choice(rig, **body)
-    assert (found["text"], found["finish_reason"]) == (reference.text, "length")
-    events = await rig.events(body)
-    assert "".join(e["choices"][0]["text"] for e in events) == reference.text
-    stop = reference.text[5:8]
-    found = await choice(rig, **body, stop=stop)
-    assert found["finish_reason"] == "stop"
-    assert found["text"] == reference.text[: reference.text.index(stop)]
-
-
-@in_event_loop
 async def test_echo_begins_each_completion_with_its_prompt(rig: Rig) -> None:
     texts = [PROMPT, "import "]
     outputs = [await rig.engine.generate(text, SamplingParams(**GREEDY)) for text in texts]

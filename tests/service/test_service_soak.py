@@ -20,7 +20,7 @@ from stepgraph.runtime.errors import OverloadedError
 
 from ..rigs.fake_device import VOCAB, oracle
 from ..rigs.fake_engine import completions_of, params, runner_of
-from ..rigs.service_rig import SECONDS, Rig, config, joined
+from ..rigs.service_rig import SECONDS, Rig, config
 
 pytestmark = pytest.mark.usefixtures("no_tracebacks")
 MEBIBYTE = 1 << 20
@@ -48,7 +48,7 @@ class Client:
             options["deadline"] = rng.choice([0.0005, 0.005, 60.0])
         if rng.random() < 0.1:
             options["first_token_deadline"] = rng.choice([0.0005, 60.0])
-        kind = rng.choice(["generate", "stream", "break", "cancel", "abort", "future", "callback"])
+        kind = rng.choice(["generate", "stream", "stream", "cancel", "abort", "future", "future"])
         try:
             self.answers[await getattr(self, f"_{kind}")(prompt, own, options)] += 1
         except OverloadedError:
@@ -66,22 +66,16 @@ class Client:
         return str(output.finish_reason)
 
     async def _stream(self, prompt: Any, own: Any, options: Any) -> str:
-        async def slowly() -> Any:
-            async for delta in self.engine.stream(prompt, own, **options):
-                yield delta
+        found: dict[int, list[int]] = {index: [] for index in range(own.n)}
+        leaves = self.random.random() < 0.5
+        async with self.engine.stream(prompt, own, **options) as stream:
+            async for delta in stream:
+                found[delta.index] += delta.token_ids
+                if leaves and self.random.random() < 0.3:
+                    return "left"
                 if self.random.random() < 0.05:
                     await asyncio.sleep(0.002)
-
-        found = await joined(slowly())
-        assert all(reason is not None for _, reason in found.values())
-        self._check(prompt, own, [found[index][0] for index in range(own.n)])
-        return "streamed"
-
-    async def _break(self, prompt: Any, own: Any, options: Any) -> str:
-        async with self.engine.stream(prompt, own, **options) as stream:
-            async for _ in stream:
-                if self.random.random() < 0.3:
-                    return "left"
+        self._check(prompt, own, [*found.values()])
         return "streamed"
 
     async def _cancel(self, prompt: Any, own: Any, options: Any) -> str:
@@ -99,25 +93,19 @@ class Client:
         return await task
 
     async def _future(self, prompt: Any, own: Any, options: Any) -> str:
-        future = self.engine.submit(prompt, own, **options)
-        if self.random.random() < 0.3:
-            future.cancel()
-        try:
-            return str((await asyncio.wrap_future(future)).finish_reason)
-        except asyncio.CancelledError:
-            assert future.cancelled()
-            return "cancelled"
-
-    async def _callback(self, prompt: Any, own: Any, options: Any) -> str:
         def take(delta: Any) -> None:
             if self.random.random() < 0.02:
                 raise ZeroDivisionError("injected")
 
+        callback = self.random.choice([None, take])
+        future = self.engine.submit(prompt, own, callback=callback, **options)
+        if callback is None and self.random.random() < 0.3:
+            future.cancel()
         try:
-            future = self.engine.submit(prompt, own, callback=take, **options)
             return str((await asyncio.wrap_future(future)).finish_reason)
-        except ZeroDivisionError:
-            return "callback"
+        except (asyncio.CancelledError, ZeroDivisionError):
+            assert future.cancelled() == (callback is None)
+            return "cancelled"
 
 
 def resources() -> tuple[list[str], list[str], int]:
