@@ -33,7 +33,6 @@ from .requests import (
     StreamOptions,
     UnknownFields,
     chat_prompt,
-    joined_text,
 )
 from .responses import (
     Chat,
@@ -311,16 +310,15 @@ async def converse(service: Service, exchange: Exchange, request: ChatRequest) -
         request.forced_call(service.tool_parser),
     )
     prompt = chat_prompt(request, request.offered_tools())
-    continued = _continued(request)
-    params = await _after_reasoning(service, prompt, continued, params)
-    answer = _ChatAnswer(service, request, model, params, continued)
+    params = await _after_reasoning(service, request, prompt, params)
+    answer = _ChatAnswer(service, request, model, params)
     if answer.is_parsed:
         params = replace(params, skip_special_tokens=False)
     await generate(exchange, service.engine, [prompt], params, answer)
 
 
 async def _after_reasoning(
-    service: Service, prompt: ChatPrompt, continued: str, params: SamplingParams
+    service: Service, request: ChatRequest, prompt: ChatPrompt, params: SamplingParams
 ) -> SamplingParams:
     """Let the reasoning end first, if the prompt is in it and the grammar does not have its end."""
     structured, tokenizer = params.structured, service.engine.tokenizer
@@ -330,7 +328,7 @@ async def _after_reasoning(
     if spells_end_of_reasoning(structured):
         return params
     text = await service.engine.run_in_pool(lambda: tokenizer.render(prompt))
-    if not ends_in_reasoning(text, continued):
+    if not ends_in_reasoning(text, request.continued):
         return params
     return replace(params, structured=ReasonedOutput(content=structured))
 
@@ -339,14 +337,9 @@ class _ChatAnswer(Answer[ChatRequest]):
     """The answers to a conversation."""
 
     def __init__(
-        self,
-        service: Service,
-        request: ChatRequest,
-        model: str,
-        params: SamplingParams,
-        continued: str,
+        self, service: Service, request: ChatRequest, model: str, params: SamplingParams
     ) -> None:
-        """Take a request; `continued` is the text of the last message, if the model continues it.
+        """Take a request.
 
         Parsers read all of the text, special tokens included, whatever `params` say of these.
         """
@@ -357,7 +350,6 @@ class _ChatAnswer(Answer[ChatRequest]):
         as_ids = bool(request.return_tokens_as_token_ids)
         self._texts = TokenTexts(self._tokenizer, as_ids=as_ids)
         self._tools = request.offered_tools() if service.tool_parser else None
-        self._continued = continued
         self.is_parsed = bool(service.reasoning_parser or self._tools)
         """Whether parsers read the text."""
         structured = params.structured
@@ -406,13 +398,14 @@ class _ChatAnswer(Answer[ChatRequest]):
         parser, tokenizer = self._outputs.get(delta.index), self._tokenizer
         if parser is None:
             in_reasoning, reasoning = False, self._service.reasoning_parser
+            continued = self.request.continued
             if self.is_parsed and tokenizer is not None:
                 # Each token has a byte or more.
-                num_tokens = PROMPT_END_TOKENS + len(self._continued.encode())
+                num_tokens = PROMPT_END_TOKENS + len(continued.encode())
                 end = output.prompt_token_ids[-num_tokens:]
                 text = tokenizer.decode(end, skip_special_tokens=False)
-                in_reasoning = ends_in_reasoning(text, self._continued)
-            if self._continued.strip() and not in_reasoning:
+                in_reasoning = ends_in_reasoning(text, continued)
+            if continued.strip() and not in_reasoning:
                 reasoning = None  # the answer has begun
             parser = self._outputs[delta.index] = make_output_parser(
                 self._service.tool_parser,
@@ -426,10 +419,3 @@ class _ChatAnswer(Answer[ChatRequest]):
             special = tokenizer.special_ids.intersection(delta.token_ids)
             parser.hide(map(TokenTexts(tokenizer).text, special))
         return parser
-
-
-def _continued(request: ChatRequest) -> str:
-    """Return the text of the last message, if the model continues it; empty otherwise."""
-    if not (request.continue_final_message and request.messages):
-        return ""
-    return joined_text(request.messages[-1].get("content"))

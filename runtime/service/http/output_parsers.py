@@ -291,11 +291,8 @@ class _JsonToolParser(_TextParser):
         yield from self._read_object(0, reports=True)
         self._num_calls += 1
         yield from self._skip_space()
-        if self._text.startswith(",", self._at):
-            self._at += 1
+        if self._text[self._at : self._at + 1] in (",", "}"):  # the last bracket may be missing
             yield from self._read_object(1, reports=False)
-        elif self._text.startswith("}", self._at):  # the last bracket may be missing
-            self._at += 1
 
     def _skip_end(self) -> Generator[None, None, str | None]:
         """Drop the end of a call; return the tag of one that follows at once, None without."""

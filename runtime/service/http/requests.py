@@ -264,6 +264,16 @@ class ChatRequest(SamplingRequest, kw_only=True):
             return "max_completion_tokens"
         return "messages" if error.field == "prompt" else super().param_of(error)
 
+    @property
+    def continued(self) -> str:
+        """The text of the last message, if the model continues it; empty otherwise."""
+        if not (self.continue_final_message and self.messages):
+            return ""
+        content = self.messages[-1].get("content")
+        if isinstance(content, list):
+            return "\n".join(_text(part, f"content[{i}]") for i, part in enumerate(content))
+        return content if isinstance(content, str) else ""
+
     def template_kwargs(self) -> dict[str, Any]:
         """Return the variables of the template, `reasoning_effort` among them as in vLLM."""
         effort, given = self.reasoning_effort, self.chat_template_kwargs or {}
@@ -394,13 +404,6 @@ def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
             _tool_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)
         ]
     return converted
-
-
-def joined_text(content: object) -> str:
-    """Return the text of a content: a string, or parts."""
-    if isinstance(content, list):
-        return "\n".join(_text(part, f"content[{i}]") for i, part in enumerate(content))
-    return content if isinstance(content, str) else ""
 
 
 def _text(part: object, where: str) -> str:
