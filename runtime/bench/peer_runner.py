@@ -19,6 +19,9 @@ from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
+GGUF = "gguf"
+"""Type of weights that are stored as in their GGUF file."""
+
 
 class Stepped(ABC):
     """A runtime whose steps are called one by one."""
@@ -26,6 +29,7 @@ class Stepped(ABC):
     version: str
     stored_as: str | None = None
     """Type of the weights of linear layers; None: the dtype of everything else."""
+    reads_gguf = True
 
     def __init__(self, load: dict[str, Any]) -> None:
         self._most_tokens: int = load["tokens"]
@@ -38,8 +42,10 @@ class Stepped(ABC):
         """
 
     def run(self, prompts: list[list[int]], steps: int) -> dict[str, Any]:
-        """Decode a batch; return the milliseconds from one set of its tokens to the next."""
+        """Decode a batch; return the milliseconds from one set of its tokens to the next, and
+        those until the last row has its first token."""
         rows, decoding = set(range(len(prompts))), set[int]()
+        began = time.perf_counter()
         with closing(self.decode(prompts, self._most_tokens - len(prompts[0]))) as decoded:
             while decoding < rows:
                 decoding.update(next(decoded))
@@ -48,12 +54,13 @@ class Stepped(ABC):
                 seconds.append(time.perf_counter())
                 if set(got) != rows:
                     raise RuntimeError(f"a step decoded rows {list(got)}, expected all {len(rows)}")
-        return {"step_ms": milliseconds(seconds)}
+        return times(began, seconds)
 
 
-def milliseconds(seconds: list[float]) -> list[float]:
-    """Return the gaps between times."""
-    return [1e3 * (after - before) for before, after in pairwise(seconds)]
+def times(began: float, seconds: list[float]) -> dict[str, Any]:
+    """Return the milliseconds of prefill and of each step, from the times of the tokens."""
+    prefill_ms, *step_ms = (1e3 * (b - a) for a, b in pairwise([began, *seconds]))
+    return {"prefill_ms": prefill_ms, "step_ms": step_ms}
 
 
 class Transformers:
@@ -68,6 +75,7 @@ class Transformers:
     MOST_SHAPES = 64
     """Shapes that decoding is compiled for; beyond the limit it would silently run uncompiled."""
     stored_as = None
+    reads_gguf = True
 
     def __init__(self, load: dict[str, Any]) -> None:
         import torch
@@ -79,8 +87,13 @@ class Transformers:
         torch.set_num_threads(load["threads"])
         self._device = torch.device(load["device"])
         self._compiles = load["compiled"] or self._device.type == "cuda"
+        checkpoint, file = Path(load["checkpoint"]), None
+        if checkpoint.is_file():  # its weights are dequantised
+            checkpoint, file = checkpoint.parent, checkpoint.name
         from_pretrained = transformers.AutoModelForCausalLM.from_pretrained
-        model: Any = from_pretrained(load["checkpoint"], dtype=getattr(torch, load["dtype"]))
+        model: Any = from_pretrained(
+            checkpoint, gguf_file=file, dtype=getattr(torch, load["dtype"])
+        )
         self._model = model.to(self._device).eval()
         text = model.config.get_text_config()
         if getattr(text, "attn_logit_softcapping", None) is not None:
@@ -124,6 +137,7 @@ class Transformers:
                 pass
 
         self._cache.reset()
+        began = time.perf_counter()
         prompts_BT = torch.tensor(prompts, device=self._device)
         with torch._dynamo.config.patch(recompile_limit=self.MOST_SHAPES):
             self._model.generate(
@@ -137,11 +151,11 @@ class Transformers:
             )
         if len(tokens) != steps + 1:
             raise RuntimeError(f"transformers decoded {len(tokens) - 1} steps, not {steps}")
-        return {"step_ms": milliseconds(seconds), "token_ids": list(zip(*tokens, strict=True))}
+        return times(began, seconds) | {"token_ids": list(zip(*tokens, strict=True))}
 
 
 class OpenVino(Stepped):
-    """OpenVINO GenAI's continuous batching over a model that optimum-intel exports."""
+    """OpenVINO GenAI's continuous batching, over a GGUF file or what optimum-intel exports."""
 
     LEAST_BLOCK = 16
     """Tokens of a cache block, at least: 32 on current CPUs."""
@@ -150,14 +164,20 @@ class OpenVino(Stepped):
         super().__init__(load)
         import openvino
         import openvino_genai
-        from optimum.intel import OVModelForCausalLM
 
         self._openvino, self._genai = openvino, openvino_genai
         self.version = openvino_genai.get_version()
-        exported = Path(load["scratch"], "openvino")
-        OVModelForCausalLM.from_pretrained(
-            load["checkpoint"], export=True, load_in_8bit=False, compile=False
-        ).save_pretrained(exported)
+        model = Path(load["checkpoint"])
+        if model.is_file():
+            self.stored_as = GGUF
+        else:
+            from optimum.intel import OVModelForCausalLM
+
+            exporter = OVModelForCausalLM.from_pretrained(
+                model, export=True, load_in_8bit=False, compile=False
+            )
+            model = Path(load["scratch"], "openvino")
+            exporter.save_pretrained(model)
         scheduler = openvino_genai.SchedulerConfig()
         scheduler.max_num_batched_tokens = load["batch_tokens"]
         scheduler.max_num_seqs = load["rows"]
@@ -165,8 +185,8 @@ class OpenVino(Stepped):
         scheduler.num_kv_blocks = load["rows"] * (2 + load["tokens"] // self.LEAST_BLOCK)
         dtype = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}[load["dtype"]]
         self._pipeline = openvino_genai.ContinuousBatchingPipeline(
-            exported,
-            openvino_genai.Tokenizer(exported),
+            model,
+            openvino_genai.Tokenizer(model),
             scheduler,
             "CPU",
             INFERENCE_NUM_THREADS=load["threads"],
@@ -197,6 +217,8 @@ class OpenVino(Stepped):
 
 class Vllm(Stepped):
     """vLLM's engine in this process, stepped by hand."""
+
+    reads_gguf = False  # on a CPU
 
     def __init__(self, load: dict[str, Any]) -> None:
         super().__init__(load)
@@ -242,7 +264,10 @@ class Vllm(Stepped):
 
 
 class LlamaCpp(Stepped):
-    """llama.cpp, through the low-level API of llama-cpp-python; see `gguf_writer` for models."""
+    """llama.cpp, through the low-level API of llama-cpp-python.
+
+    It reads a GGUF file, or a checkpoint that `gguf_writer` converts.
+    """
 
     CHUNK = 512
     """Prompt tokens of a call, its default."""
@@ -253,10 +278,14 @@ class LlamaCpp(Stepped):
 
         self._api = llama_cpp
         self.version = f"llama-cpp-python {llama_cpp.__version__}"
-        path = Path(load["scratch"], "model.gguf")
-        self.stored_as = "q8_0" if load["weight_dtype"] == "int8" else None
-        writer = runpy.run_path(str(Path(__file__).with_name("gguf_writer.py")))
-        writer["write_gguf"](Path(load["checkpoint"]), path, self.stored_as)
+        checkpoint = path = Path(load["checkpoint"])
+        if checkpoint.is_file():
+            self.stored_as = GGUF
+        else:
+            path = Path(load["scratch"], "model.gguf")
+            self.stored_as = "q8_0" if load["weight_dtype"] == "int8" else None
+            writer = runpy.run_path(str(Path(__file__).with_name("gguf_writer.py")))
+            writer["write_gguf"](checkpoint, path, self.stored_as)
         model = llama_cpp.llama_model_load_from_file(
             str(path).encode(), llama_cpp.llama_model_default_params()
         )

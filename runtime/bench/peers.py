@@ -65,7 +65,7 @@ class Peer:
 
         Args:
             spec: which runtime, in which Python.
-            checkpoint: directory in Hugging Face format.
+            checkpoint: directory in Hugging Face format, or a GGUF file.
             settings: `dtype` of weights, arithmetic and cache, by torch's name; `weight_dtype` of
                 our weights: llama.cpp stores them as q8_0 for int8, others ignore it; `threads`
                 that it computes with, `rows` of the largest batch, `tokens` of the longest
@@ -73,9 +73,15 @@ class Peer:
                 `device` and whether decoding is `compiled`.
 
         Raises:
-            PeerError: the runtime cannot be run, fails or does not answer.
+            PeerError: the runtime cannot be run, fails or does not answer, or reads no GGUF file.
         """
         self.name = spec.name
+        if checkpoint.is_file() and not RUNTIMES[spec.name].reads_gguf:
+            able = ", ".join(name for name, runtime in RUNTIMES.items() if runtime.reads_gguf)
+            raise PeerError(
+                f"{self.name}: it cannot read the GGUF file {checkpoint} on a CPU: compare with"
+                f" {able}, or give a checkpoint in Hugging Face format"
+            )
         env = os.environ | {"OMP_NUM_THREADS": str(settings["threads"])}
         if spec.python != sys.executable:  # the path is meant for this interpreter alone
             env.pop("PYTHONPATH", None)
@@ -112,7 +118,8 @@ class Peer:
     def run(self, prompts: Sequence[Sequence[int]], steps: int) -> dict[str, Any]:
         """Prefill prompts of one length and decode all of them `steps` times.
 
-        Return the milliseconds of each step as `step_ms`, and `token_ids` where they are known.
+        Return the milliseconds of each step as `step_ms` and until the last row has its first
+        token as `prefill_ms`, and `token_ids` where they are known.
         """
         return self._request(prompts=prompts, steps=steps)
 
@@ -151,20 +158,16 @@ class Peer:
 
 @contextmanager
 def checkpoint_of(model: str, dtype: str, seed: int, device: str = "cpu") -> Iterator[Path]:
-    """Yield the directory of a model; a preset is saved in one that is removed afterwards.
+    """Yield the directory or the GGUF file of a model; a preset is saved in a directory that is
+    removed afterwards.
 
     Raises:
-        PeerError: a GGUF file, or a preset of a family that is not saved.
+        PeerError: a preset of a family that is not saved.
     """
     from ..loading.loader import resolve_source  # needs torch
 
     source = resolve_source(model)
     if source.directory is not None:
-        if source.directory.is_file():
-            raise PeerError(
-                f"{model} is a GGUF file: other runtimes are compared on a checkpoint directory, a"
-                " hub id or a preset"
-            )
         yield source.directory
         return
     with tempfile.TemporaryDirectory(prefix="stepgraph-checkpoint-") as scratch:

@@ -236,6 +236,7 @@ def _optional(cases: Sequence[Entry]) -> dict[str, Cell]:
         columns |= {
             f"{name} step ms p50 (n)": of(name, "{step_ms[p50]:.2f} ({step_ms[n]})"),
             f"times faster than {name}": of(name, "{speedup:.2f}"),
+            f"{name} prefill tok/s": of(name, "{prefill_tokens_per_second:.0f}"),
             f"= {name}": of(name, "{tokens_equal:.0%}"),
         }
     return columns

@@ -53,6 +53,10 @@ class BenchmarkCase:
         alone = 1 + -(-self.batch_size * self.input_len // prefill_chunk) + self.batch_size
         return self.input_len + self.output_len + alone
 
+    def prefill_speed(self, prefill_ms: Sequence[float]) -> float:
+        """Return prompt tokens per second, from the milliseconds of each repetition."""
+        return 1e3 * self.batch_size * self.input_len / statistics.median(prefill_ms)
+
 
 def random_prompts(config: DecoderConfig, count: int, length: int, seed: int) -> list[list[int]]:
     """Return prompts of random token ids, the same for the same arguments."""
@@ -182,7 +186,6 @@ class EngineRun:
         steps = summarize_repetitions(self.repetitions)
         p50 = steps["step_ms"]["p50"]
         contexts = [context] * case.batch_size
-        prompt_tokens = case.batch_size * case.input_len
         decoding = [r for r in self.records if r.rows == case.batch_size and not r.prefill_tokens]
         return {
             **asdict(case),
@@ -191,7 +194,7 @@ class EngineRun:
             **steps,
             "host_us": Summary.of(r.host_ns / 1e3 for r in decoding).to_json(),
             "tokens_per_second": 1e3 * case.batch_size / p50,
-            "prefill_tokens_per_second": 1e3 * prompt_tokens / statistics.median(self.prefill_ms),
+            "prefill_tokens_per_second": case.prefill_speed(self.prefill_ms),
             "padding": 1 - sum(r.rows for r in decoding) / max(1, sum(r.bucket for r in decoding)),
             "kv_bytes": case.batch_size * engine.kv_bytes_read(context),
             "roofline": decode_roofline(engine, contexts, bandwidth, p50 / 1e3),
@@ -210,6 +213,7 @@ class PeerRun:
     case: BenchmarkCase
     prompts: list[list[int]]
     repetitions: list[list[float]] = field(default_factory=list)
+    prefill_ms: list[float] = field(default_factory=list)
     token_ids: list[list[int]] | None = None
     """Of the first repetition; None where the runtime does not report them."""
 
@@ -225,6 +229,7 @@ class PeerRun:
         """
         reply = self.decode()
         self.repetitions.append(reply["step_ms"])
+        self.prefill_ms.append(reply["prefill_ms"])
         self.token_ids = self.token_ids or reply.get("token_ids")
 
     def to_json(self, ours: EngineRun) -> dict[str, Any]:
@@ -232,7 +237,13 @@ class PeerRun:
         found, own = map(summarize_repetitions, (self.repetitions, ours.repetitions))
         same = None if self.token_ids is None else equal_share(ours.token_ids, self.token_ids)
         speedup = found["step_ms"]["p50"] / own["step_ms"]["p50"]
-        return {**self.peer.about, **found, "speedup": speedup, "tokens_equal": same}
+        return {
+            **self.peer.about,
+            **found,
+            "prefill_tokens_per_second": self.case.prefill_speed(self.prefill_ms),
+            "speedup": speedup,
+            "tokens_equal": same,
+        }
 
 
 @contextmanager

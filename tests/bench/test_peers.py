@@ -31,6 +31,7 @@ from stepgraph.runtime.models.presets import PRESETS
 
 from ..rigs.bench_rig import ROOT, measured, run_bench
 from ..rigs.engine_rig import greedy, opened
+from ..rigs.gguf_files import write_gguf
 from ..rigs.service_rig import wait_until
 from ..rigs.tiny_models import TinyModel
 
@@ -200,12 +201,32 @@ class LLMEngine:
         self.requests, self.prefilled = {}, []
 """
 
+FAKE_LLAMA_CPP = """
+import ctypes
+from unittest.mock import MagicMock
+__version__ = "4.5.6"
+anything = MagicMock()
+logits = (ctypes.c_float * 6)(*range(6))
+def __getattr__(name):
+    return getattr(anything, name)
+def llama_model_load_from_file(path, params):
+    return open(path, "rb").read(4) == b"GGUF" or exit(5)
+def llama_vocab_n_tokens(vocab):
+    return 3
+def llama_decode(context, batch):
+    assert batch.n_tokens in (24, 2), "prompts, then all rows"
+    return 0
+def llama_get_logits(context):
+    return ctypes.cast(logits, ctypes.POINTER(ctypes.c_float))
+"""
+
 
 @pytest.fixture
 def fake_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A package `vllm` that this interpreter can import; no process is left at the end."""
     path = tmp_path / "vllm.py"
     path.write_text(FAKE_VLLM.replace("FAIL_AT", "0"))
+    (tmp_path / "llama_cpp.py").write_text(FAKE_LLAMA_CPP)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
     # A file that is replaced within a second by one of the same size looks unchanged to a cache.
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
@@ -267,3 +288,17 @@ def test_our_cases_are_kept_if_a_peer_fails(
     assert found == [(1, 1), (2, 0)]
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("stepgraph bench: error: vllm: it ended")
+
+
+def test_peer_reads_the_gguf_file(
+    fake_vllm: Path, base: TinyModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """vLLM reads none on a CPU, and nothing is measured."""
+    write_gguf(base, tmp_path / "tiny.gguf")
+    flags = f"{ARGUMENTS} --model {tmp_path}/tiny.gguf --num-iters 2 --peer"
+    assert run_bench(monkeypatch, f"{flags} vllm") == 1
+    document = measured(monkeypatch, tmp_path, f"{flags} llama.cpp")
+    ((peer,),) = [case["baselines"] for case in document["cases"]]
+    assert (peer["name"], peer["version"]) == ("llama.cpp", "llama-cpp-python 4.5.6")
+    assert (peer["dtype"], peer["step_ms"]["n"]) == ("gguf", 14)
+    assert peer["prefill_tokens_per_second"] > 0
