@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import argparse
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
+import psutil
 import torch
 
-from ...profiling import bandwidth
+from ...cache.memory.handler import format_bytes
+from ...profiling import bandwidth, ranges
 from ..config import EngineConfig
 from ..engine.engine import Engine
 from ..engine.rank_start import check_can_split
@@ -18,6 +24,9 @@ from ..loading.loader import resolve_source
 from ..models.resolved_config import ResolvedConfig, resolve_device
 from .options import MODES, engine_configs
 from .results import new_document, settle_bandwidth, write_json
+
+SAMPLE_SECONDS = 0.005
+"""Between two samples of memory during a start."""
 
 
 class ModelKind(NamedTuple):
@@ -51,6 +60,58 @@ def resolve_engine(model: str, config: EngineConfig) -> ResolvedConfig:
         raise ConfigError(f"{model}: {error}") from error
 
 
+class StartMemory:
+    """Peaks of the anonymous memory of this process while an engine starts.
+
+    Pages of mapped files are left out: the system can reclaim them at any time.
+    """
+
+    def __init__(self) -> None:
+        self.peaks = {"peak_bytes": 0, "load_peak_bytes": 0}
+        """Most bytes above those at the beginning, of the start and of loading the weights."""
+        self._before = {"peak_bytes": self._anonymous()}
+        self._open: list[str] = []
+
+    def push(self, name: str, _: ranges.Payload) -> None:
+        """A range began."""
+        self._open.append(name)
+        if name == ranges.LOAD:
+            self._before["load_peak_bytes"] = self._anonymous()
+
+    def pop(self) -> None:
+        """The innermost range ended."""
+        if self._open.pop() == ranges.LOAD:
+            self._sample()
+            del self._before["load_peak_bytes"]
+
+    @contextmanager
+    def sampling(self) -> Iterator[None]:
+        """Sample the memory during the block."""
+        ended = threading.Event()
+
+        def sample() -> None:
+            while not ended.wait(SAMPLE_SECONDS):
+                self._sample()
+
+        thread = threading.Thread(target=sample)
+        thread.start()
+        try:
+            with ranges.listening(self):
+                yield
+        finally:
+            ended.set()
+            thread.join()
+
+    def _sample(self) -> None:
+        now = self._anonymous()
+        for name, before in self._before.copy().items():
+            self.peaks[name] = max(self.peaks[name], now - before)
+
+    def _anonymous(self) -> int:
+        held = psutil.Process().memory_info()
+        return int(held.rss) - int(getattr(held, "shared", 0))  # Linux knows both
+
+
 class BenchmarkRun:
     """One run of the command line."""
 
@@ -71,6 +132,8 @@ class BenchmarkRun:
         self.bandwidth = bandwidth.measure_read_bandwidth(self.device)
         self.document = new_document(self.device, self.bandwidth, options)
         """The content of `--output-json`; has an entry as soon as it is measured."""
+        self.start_memory: WeakKeyDictionary[Engine, dict[str, int]] = WeakKeyDictionary()
+        """The `StartMemory.peaks` of each engine."""
 
     def settle(self) -> None:
         """Measure the bandwidth again, after all cases, and write the document."""
@@ -101,13 +164,18 @@ class BenchmarkRun:
         how += [f"layers of {config.model_impl}"] * (config.model_impl == "transformers")
         how += [f"{config.tensor_parallel} ranks"] * (config.tensor_parallel > 1)
         self.say(", ".join([*how, what] if what else how))
-        engine = Engine.from_pretrained(model, config, progress=False)
+        memory = StartMemory()
+        with memory.sampling():
+            engine = Engine.from_pretrained(model, config, progress=False)
+        self.start_memory[engine] = memory.peaks
         if self.options.verbose:
             stats = engine.stats()
+            peak, load = map(format_bytes, memory.peaks.values())
             start, code = stats["start"], stats["start"]["code_cache"]
             phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in start["phases"].items())
             self.say(
                 f"{engine.memory_plan.format()}\nstarted in {start['seconds']:.1f} s ({phases}),"
+                f" at most {peak} of anonymous memory ({load} while loading),"
                 f" {stats['prepared']['steps']} steps ready; compiled code: {code['hits']} graphs"
                 f" found, {code['misses']} compiled"
             )

@@ -226,10 +226,12 @@ class SteadyScenario:
             if own.engine.config.mode == "eager" and own.engine.config.kernels != "native":
                 eager[case] = own.token_ids
             same = equal_share(own.token_ids, eager[case]) if case in eager else None
+            measured = own.to_json(self.run.bandwidth)
+            measured["start"] |= self.run.start_memory[own.engine]
             entries.append(
                 {
                     **describe_engine(own.engine, model),
-                    **own.to_json(self.run.bandwidth),
+                    **measured,
                     "neighbours": busy,
                     "tokens_equal_eager": same,
                     "check": None if check is None else check.check(prompts, own.outputs),

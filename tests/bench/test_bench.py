@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import get_args
@@ -13,10 +15,11 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from stepgraph.profiling import atomic_write
+from stepgraph.profiling import atomic_write, ranges
 from stepgraph.profiling.atomic_write import check_writable, write_file
 from stepgraph.runtime import Engine, StepgraphError
 from stepgraph.runtime.bench import cli, workload
+from stepgraph.runtime.bench.benchmark_run import SAMPLE_SECONDS, StartMemory
 from stepgraph.runtime.bench.results import report, table_rows
 from stepgraph.runtime.bench.serve import Status
 from stepgraph.runtime.bench.workload import (
@@ -63,6 +66,7 @@ def test_a_case_is_what_was_measured(document):
         assert case["ttft_ms"]["n"] == case["batch_size"]
         assert case["itl_ms"]["n"] == case["batch_size"] * (case["output_len"] - 1)
         assert case["padding"] == 0.0
+        assert case["start"]["peak_bytes"] > 0 <= case["start"]["load_peak_bytes"]
         # 11 samples support p90.
         assert (case["step_ms"]["p90"] is None, case["step_ms"]["p99"]) == (False, None)
     _, rows = table_rows(document)
@@ -71,6 +75,23 @@ def test_a_case_is_what_was_measured(document):
     assert one["kv_bytes"] == (24 + 12 // 2) * kv_bytes_per_token
     assert two["kv_bytes"] == 2 * one["kv_bytes"]
     assert two["roofline"]["bytes_per_step"] - one["roofline"]["bytes_per_step"] == one["kv_bytes"]
+
+
+def test_start_memory_is_what_the_process_alone_holds(tmp_path):
+    """64 MB of a mapped file are left out; 32 MB are held while loading, 32 MB before."""
+    path = tmp_path / "weights"
+    path.write_bytes(bytes(64_000_000))
+    memory = StartMemory()
+    with memory.sampling():
+        before = b"x" * 32_000_000
+        with path.open("rb") as file, ranges.span(ranges.LOAD):
+            mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+            assert mapped.find(before) == -1
+            loaded = b"y" * 32_000_000
+            time.sleep(20 * SAMPLE_SECONDS)
+        del before, loaded
+    assert memory.peaks["load_peak_bytes"] == pytest.approx(32e6, rel=0.1)
+    assert memory.peaks["peak_bytes"] == pytest.approx(64e6, rel=0.1)
 
 
 def test_a_step_lasts_until_the_next_tokens(monkeypatch):
