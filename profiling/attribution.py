@@ -7,11 +7,11 @@ are therefore recorded at capture, as a JSON file next to a trace:
         engine = Engine.from_pretrained(...)    # captures its steps
     names.save("trace.kernels.json")            # next to the trace of a later replay
 
-    {"schema_version": 1, "model": str, "device": str, "bandwidth_gb_s": float|null,
+    {"schema_version": 2, "model": str, "device": str, "bandwidth_gb_s": float|null,
      "reason": str|null,
      "steps": [{"phase", "size", "full_sampler",
                 "nodes": [{"layer", "operation", "kind", "kernel"}, ...]}, ...],
-     "costs": [{"operation", "launches", "bytes"}, ...]}
+     "bytes_read": {operation: int}}
 
 Model code opens a scope for each operation: `with operation("down"):`. At the begin and end of
 every scope the new nodes of the graph under capture are assigned to the innermost scope. CUDA lists
@@ -40,7 +40,7 @@ from .ranges import NOTHING
 
 logger = logging.getLogger("stepgraph.profiling")
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 SUFFIX = ".kernels.json"
 """Suffix of the file; the part before it is the name of the trace."""
 OTHER = "other"
@@ -86,17 +86,6 @@ class StepNodes:
     nodes: tuple[Node, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class OperationCost:
-    """The bytes that an operation must read, in the case that was profiled."""
-
-    operation: str
-    launches: int
-    """Launches per step."""
-    bytes: int
-    """Bytes per launch."""
-
-
 @dataclass(slots=True)
 class KernelNames:
     """The document: `attribution.recording` fills the steps, the caller the other fields."""
@@ -107,8 +96,8 @@ class KernelNames:
     """Measured read bandwidth of the device in GB/s (10^9 bytes per second)."""
     steps: list[StepNodes] = field(default_factory=list)
     """In the order of their capture."""
-    costs: list[OperationCost] = field(default_factory=list)
-    """May be empty."""
+    bytes_read: dict[str, int] = field(default_factory=dict)
+    """Bytes that each operation must read in a decode step of the case that was profiled."""
     reason: str | None = None
     """Why steps have no nodes."""
 
@@ -138,8 +127,7 @@ def load(path: str | Path) -> KernelNames:
             StepNodes(**step | {"nodes": tuple(Node(**node) for node in step["nodes"])})
             for step in document.pop("steps")
         ]
-        costs = [OperationCost(**cost) for cost in document.pop("costs")]
-        return KernelNames(**document, steps=steps, costs=costs)
+        return KernelNames(**document, steps=steps)
     except OSError as error:
         why = error.strerror or str(error)
         raise NamesFileError(f"{path}: the kernel names cannot be read: {why}") from error
@@ -191,7 +179,7 @@ def operation(
     """Return a context manager around the launch of an operation; does nothing without a listener.
 
     Args:
-        name: of the operation; for operations with a cost, the name in the table of costs.
+        name: of the operation, as in `KernelNames.bytes_read`.
         layer: index of the layer; None: the layer of the enclosing scope, if any. A scope of a
             whole layer names the nodes that no scope inside it names.
     """

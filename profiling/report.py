@@ -477,7 +477,6 @@ def _operations(
             phases[AROUND].append((turn.work[None], whole))
         if turn.host:
             phases[turn.phase].append((turn.host, _spans([turn.range])))
-    read = {cost.operation: cost.launches * cost.bytes for cost in names.costs}
     rows: list[Operation] = []
     idle: dict[str, float] = {}
     order = [*_PHASES.values(), AROUND]
@@ -499,8 +498,9 @@ def _operations(
             idle[phase] = 1 - sum(map(covered, all_spans)) / device_ns
         for name in sorted(samples, key=lambda name: (-sum(samples[name]), name)):
             total, fraction = sum(samples[name]), None
-            if phase == "decode" and read.get(name) and total and names.bandwidth_gb_s:
-                fraction = read[name] / names.bandwidth_gb_s * len(all_spans) / total
+            read = names.bytes_read.get(name) if phase == "decode" else None
+            if read and total and names.bandwidth_gb_s:
+                fraction = read / names.bandwidth_gb_s * len(all_spans) / total
             count = activities[name] / len(all_spans)
             us = Summary.of(ns / 1e3 for ns in samples[name])
             share = total / device_ns if device_ns else 0.0

@@ -37,7 +37,7 @@ from ..errors import ConfigError
 from ..loading.loader import resolve_source
 from ..models.config import ModelConfig
 from ..models.transformers.attention import import_transformers
-from ..tools.step_costs import decode_operation_costs
+from ..tools.step_costs import operation_bytes
 from .benchmark_run import BenchmarkRun, ModelKind, resolve_engine
 from .options import kernels_path, trace_path
 from .peers import Peer, PeerError, checkpoint_of
@@ -300,7 +300,7 @@ class StepProfile:
         on_gpu = engine.config.mode == "graph" and engine.config.device.type == "cuda"
         if on_gpu and isinstance(config, ModelConfig):
             context = case.input_len + (steps.start + steps.stop) // 2
-            names.costs = decode_operation_costs(
+            names.bytes_read = operation_bytes(
                 config, engine.config, rows=case.batch_size, context=context
             )
 

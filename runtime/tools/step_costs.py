@@ -18,7 +18,6 @@ import torch
 
 from ...cache.arena import Arena
 from ...cache.spec import group_layers
-from ...profiling.attribution import OperationCost
 from ...profiling.command_line import aligned
 from ..config import EngineConfig
 from ..errors import ConfigError
@@ -114,23 +113,16 @@ def floor_bytes(reads: Sequence[StepBytes]) -> int:
     return sum(read.total for read in reads)
 
 
-def decode_operation_costs(
+def operation_bytes(
     model: ModelConfig, config: ResolvedConfig, *, rows: int, context: int
-) -> list[OperationCost]:
-    """Return what a launch of each operation of a decode step on a GPU must read.
-
-    For `KernelNames.costs`: the mean over layers with different windows. Empty for models whose
-    layers are made of other kernels. Of `config` only the dtypes count.
-    """
+) -> dict[str, int]:
+    """Return `KernelNames.bytes_read` of a GPU; empty if its layers are made of other kernels."""
     plan = model_plan(model)
-    if fusion_obstacle(plan) is not None:
-        return []
-    launches: Counter[str] = Counter()
     total: Counter[str] = Counter()
-    for read in step_bytes(plan, config, rows=rows, context=context):
-        launches[read.name] += read.launches
-        total[read.name] += read.total
-    return [OperationCost(name, n, round(total[name] / n)) for name, n in launches.items()]
+    if fusion_obstacle(plan) is None:
+        for read in step_bytes(plan, config, rows=rows, context=context):
+            total[read.name] += read.total
+    return dict(total)
 
 
 def resolve_fused(source: str | Path, config: EngineConfig) -> tuple[ModelConfig, ResolvedConfig]:

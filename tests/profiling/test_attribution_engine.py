@@ -12,9 +12,10 @@ import torch
 from stepgraph.profiling import attribution
 from stepgraph.profiling.attribution import KernelNames, StepNodes
 from stepgraph.runtime import EngineConfig
+from stepgraph.runtime.models.plan import model_plan
 from stepgraph.runtime.operation_scopes import operation
 from stepgraph.runtime.tools import compile_ahead
-from stepgraph.runtime.tools.step_costs import decode_operation_costs
+from stepgraph.runtime.tools.step_costs import floor_bytes, operation_bytes, step_bytes
 
 from ..rigs.engine_rig import Open, greedy
 from ..rigs.fake_graphs import FakeGraphs, ListedNodes, make_fake_graphs  # noqa: F401
@@ -130,25 +131,18 @@ def test_a_chunk_on_a_gpu_runs_its_kernels_in_the_scopes_of_its_layers(
     }
 
 
-def test_costs_and_scopes_have_the_same_names(
+def test_operations_and_scopes_have_the_same_names(
     record_names: Callable[..., KernelNames], open_engine: Open
 ) -> None:
     names = record_names("demo", EngineConfig(max_num_seqs=1), rows=[1], tokens=[])
     engine = open_engine("gemma2")
-    costs = decode_operation_costs(engine.model_config, engine.config, rows=2, context=20)
-    assert [cost.operation for cost in costs] == [
-        *("begin", *FUSED_LAYER, "final_norm", "head", "greedy"),
-    ]
-    assert {cost.operation for cost in costs} == {n.operation for n in names.steps[0].nodes}
-    assert {cost.operation: cost.launches for cost in costs} == {
-        "begin": 1,
-        "final_norm": 1,
-        "head": 1,
-        "greedy": 1,
-        **dict.fromkeys(FUSED_LAYER, 4),
-    }
+    read = operation_bytes(engine.model_config, engine.config, rows=2, context=20)
+    assert list(read) == ["begin", *FUSED_LAYER, "final_norm", "head", "greedy"]
+    assert read.keys() == {node.operation for node in names.steps[0].nodes}
+    step = step_bytes(model_plan(engine.model_config), engine.config, rows=2, context=20)
+    assert sum(read.values()) == floor_bytes(step)
     latent = open_engine("deepseek_v2")
-    assert decode_operation_costs(latent.model_config, latent.config, rows=1, context=1) == []
+    assert operation_bytes(latent.model_config, latent.config, rows=1, context=1) == {}
 
 
 def test_scopes_are_nothing_to_compiled_code() -> None:

@@ -7,21 +7,17 @@ import dataclasses
 import json
 import sqlite3
 import tempfile
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from stepgraph.profiling import capture_window, ranges
-from stepgraph.profiling.attribution import KernelNames, Node, OperationCost, StepNodes
+from stepgraph.profiling.attribution import KernelNames, Node, StepNodes
 from stepgraph.profiling.report import Report, Step, main, read_report, report_text
 from stepgraph.profiling.stats import Summary
 from stepgraph.profiling.trace import TraceError
-from stepgraph.runtime import SamplingParams
 
-from ..rigs.engine_rig import Open, run
 from ..rigs.nsys_rig import NEW, OLD, PUSH_POP, Launch, Profile, Variant
 
 VARIANTS = {
@@ -58,7 +54,7 @@ def report_of(play: Profile, folder: Path, **more) -> Report:
 NAMES = KernelNames(
     bandwidth_gb_s=4_000.0,
     steps=[StepNodes("decode", 4, False, NODES)],
-    costs=[OperationCost("down", 2, 20_000_000), OperationCost("greedy", 1, 400_000)],
+    bytes_read={"down": 40_000_000, "greedy": 400_000},
 )
 
 
@@ -225,41 +221,6 @@ def test_steps_on_a_cpu_run_in_the_engine_thread(tmp_path) -> None:
     assert sum(row.us.mean * row.us.n for row in report.operations) == pytest.approx(
         sum(row.host_us + row.device_us for row in report.steps)
     )
-
-
-def test_report_of_a_real_engine_tells_what_its_timeline_tells(
-    tmp_path: Path, open_engine: Open
-) -> None:
-    engine = open_engine("micro", prefill_chunk=8)
-    play, begun = Profile(), list[tuple[str, object, int]]()
-
-    def pop() -> None:
-        name, payload, began = begun.pop()
-        value = payload if isinstance(payload, int) else None
-        numbers = payload if isinstance(payload, tuple) else None
-        play.event(PUSH_POP, name, began, time.perf_counter_ns(), value, numbers)
-
-    tracer = SimpleNamespace(
-        push=lambda name, payload: begun.append((name, payload, time.perf_counter_ns())), pop=pop
-    )
-    with ranges.listening(tracer), capture_window():
-        for length in (5, 20, 30):
-            engine.add_request(list(range(1, length)), SamplingParams(max_tokens=9, min_tokens=9))
-            engine.step()
-        run(engine)
-    report = read_report(play.write(tmp_path / "trace.sqlite"))
-    records = engine.timeline().records()
-    assert len(report.steps) == len(records) > 9
-    for row, record in zip(report.steps, records, strict=True):
-        assert (row.step, row.bucket) == (record.step, record.bucket)
-        assert (row.rows, row.tokens) == (record.rows, record.rows + record.prefill_tokens)
-        phases = ["decode"] * bool(record.rows) + ["prefill"] * bool(record.prefill_tokens)
-        assert row.phase == "+".join(phases)
-        # The two clocks are read at different places: a range encloses what the timeline times.
-        assert row.device_us * 1e3 >= record.device_ns
-        assert row.gap_us is None or row.gap_us > 0
-    assert {case.phase for case in report.cases} >= {"decode", "prefill", "decode+prefill"}
-    assert report.notes[0].startswith("no CUDA in this profile")
 
 
 def test_the_command_prints_tables_and_writes_json(tmp_path, capsys) -> None:
