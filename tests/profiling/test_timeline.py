@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from stepgraph.profiling.timeline import NOT_TIMED, RECORD_FIELDS, StepRecord, Timeline
 from stepgraph.runtime import Engine
 
-from ..rigs.engine_rig import Open, greedy, loop_of
+from ..rigs.engine_rig import Open, greedy
 from ..rigs.fake_graphs import FakeGraphs, make_fake_graphs  # noqa: F401
 
 int64 = st.integers(-(2**63), 2**63 - 1)
@@ -190,19 +190,6 @@ def test_every_step_has_the_time_of_its_own_replays(rig: Rig) -> None:
     for before, after in pairwise(rig.engine.timeline().records()):
         assert before.is_async_device
         assert before.started_ns < before.ended_ns < after.started_ns
-
-
-@pytest.mark.parametrize("capacity", [1, 3])
-def test_it_goes_to_the_right_record_of_a_ring_that_wraps(rig: Rig, capacity: int) -> None:
-    loop_of(rig.engine).timeline = Timeline(capacity, is_async_device=True)
-    rig.add([1, 2, 3], [4, 5])
-    for _ in range(9):
-        rig.step()
-        *earlier, latest = rig.engine.timeline().records()
-        assert latest.device_ns is None
-        assert [r.device_ns for r in earlier] == [rig.expected[r.step] for r in earlier]
-    rig.drain()
-    assert rig.shown() == dict(list(rig.expected.items())[-capacity:])
 
 
 def test_joins_and_blocks_are_those_of_the_step(rig: Rig) -> None:

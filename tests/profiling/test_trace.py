@@ -246,28 +246,6 @@ def test_kernels_that_are_launched_one_by_one_have_the_scope_of_their_launch():
     assert (outside["name"], replayed["name"]) == ("last", "in a graph")
 
 
-def test_operations_of_the_host_are_without_those_inside_them(tmp_path) -> None:
-    trace = KinetoTrace()
-    for step, ts in enumerate((0, 200)):
-        trace.range("step", ts, 100, payload=step)
-        trace.range("plan", ts, 5, payload=step)
-        trace.range("replay", ts + 5, 80, step=step, rows=1, bucket=1, tokens=1, padding=0)
-        trace.range("0/attention", ts + 10, 50, operation="attention", layer=0)
-        trace.range("0/down", ts + 20, 30, operation="down", layer=0)
-        trace.range("1/down", ts + 70, 10, operation="down", layer=1)
-    trace.range("head", 120, 20, operation="head")  # between two steps
-    annotate(trace.document)
-    found = trace.report(tmp_path)
-    assert (found.idle, [step.device_us for step in found.steps]) == ({}, [80, 80])
-    assert [(row.name, row.activities, row.us.p50, row.share) for row in found.operations] == [
-        ("down", 2, 40, 0.4),
-        ("(replay)", 1, 20, 0.2),
-        ("attention", 1, 20, 0.2),
-        ("(step)", 1, 15, 0.15),
-        ("(plan)", 1, 5, 0.05),
-    ]
-
-
 def test_traces_that_cannot_be_read(tmp_path) -> None:
     whole = gzip.compress(json.dumps({"traceEvents": []}).encode(), mtime=0)
     path = tmp_path / "foreign.json.gz"
