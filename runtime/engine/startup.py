@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from ...cache.arena import Arena, HostArena
 from ...cache.kv_cache import KVCache
@@ -54,6 +55,7 @@ from ..kernels import (
     native_gaps,
     select_kernels,
 )
+from ..kernels.choice import Parts
 from ..kernels.result_check import Fallback, brief, warn
 from ..kernels.support import int8_input_kernels
 from ..kernels.weights import INT8, MODEL
@@ -453,24 +455,26 @@ def overwriting(
     transformers loads all of them before. Raises `CheckpointError` if it cannot, and `ConfigError`
     for weights that are stored in other formats.
     """
-    if isinstance(model, TransformersDecoder):
-        assert isinstance(new.config, TransformersConfig)
-        loaded = load_model(new.for_transformers(config.dtype), new.config, config.dtype)
-        return partial(overwrite_decoder, model, loaded, new.config)
-    assert isinstance(model, Decoder)
-    if new.kept_codes(model.kernels, config.dtype).codes != model.kernels.codes:
+    dtype, kernels = config.dtype, model.kernels
+    if new.kept_codes(kernels, dtype).codes != kernels.codes:
         raise ConfigError(
             f"the weights of {new.place} cannot replace this engine's: they are stored in other"
             " formats. Start a new engine for it"
         )
-    return partial(_overwrite, model, new, config)
+    weights = new.weights(dtype, kernels, seed=config.user.seed, device=config.device)
+    if isinstance(model, TransformersDecoder):
+        assert isinstance(new.config, TransformersConfig)
+        loaded = load_model(new.for_transformers(dtype, kernels.codes), new.config, dtype)
+        return partial(overwrite_decoder, model, loaded, weights, new.config)
+    return partial(_overwrite, model, weights, new.config)
 
 
-def _overwrite(model: Decoder, new: OpenedSource, config: ResolvedConfig) -> None:
-    assert isinstance(new.config, ModelConfig)
-    kernels, seed = model.kernels, config.user.seed
-    model.overwrite(new.weights(config.dtype, kernels, seed=seed, device=config.device))
-    model.config = new.config
+def _overwrite(
+    model: Decoder, weights: Iterable[tuple[str, Tensor | Parts]], config: DecoderConfig
+) -> None:
+    assert isinstance(config, ModelConfig)
+    model.overwrite(weights)
+    model.config = config
 
 
 def reload_rank(parts: EngineParts, group: RankGroup, source: str) -> None:
@@ -733,16 +737,17 @@ def _load(
     progress: bool,
 ) -> DecoderModel:
     layout = kernels, config.dtype, config.device, groups, config.storage
+    sizes, seed = (config.dtype, kernels), config.user.seed
+    weights = source.weights(*sizes, seed=seed, device=config.device, progress=progress)
     if not isinstance(source.config, ModelConfig):
         assert isinstance(source.config, TransformersConfig)
-        weights = source.for_transformers(config.dtype)
-        loaded = load_decoder(weights, source.config, *layout)
+        others = source.for_transformers(config.dtype, kernels.codes)
+        loaded = load_decoder(others, source.config, *layout, weights)
         if not config.compiled:  # compiled code has one scope
             add_scopes(loaded.model, source.config.probe)
         return loaded
     model = Decoder(source.config, *layout)
-    sizes, seed = (config.dtype, kernels), config.user.seed
-    model.store(source.weights(*sizes, seed=seed, device=config.device, progress=progress))
+    model.store(weights)
     return model.eval()
 
 

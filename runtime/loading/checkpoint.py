@@ -9,7 +9,7 @@ import errno
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -270,10 +270,16 @@ class CheckpointReader:
         with reading(self._headers[source.name].file, source.name):
             return stored.read(tensors, self._headers[source.name].shape, source.selection)
 
-    def decoded(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Return all tensors, weights that are stored as codes in this dtype."""
+    def decoded(self, dtype: torch.dtype, without: Container[str] = ()) -> dict[str, Tensor]:
+        """Return all tensors, weights that are stored as codes in this dtype.
+
+        In the place of those `without` are tensors of one NaN, which take no memory.
+        """
+        nan = torch.tensor(torch.nan, dtype=dtype)
         return {
-            name: self.read(Source(name, header.shape)).to(dtype)
+            name: nan.expand(header.shape)
+            if name in without
+            else self.read(Source(name, header.shape)).to(dtype)
             if name in self._quantised
             else self.tensor(name)
             for name, header in self._headers.items()

@@ -11,6 +11,7 @@ import hashlib
 import logging
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -37,6 +38,7 @@ from .checkpoint import (
     INDEX_FILE,
     SINGLE_FILE,
     CheckpointReader,
+    TensorHeader,
     check_dtypes,
     check_tensors,
     check_tied_head,
@@ -320,6 +322,12 @@ def _parts(
     return parts
 
 
+def _is_stored(source: TensorSource, headers: Mapping[str, TensorHeader]) -> bool:
+    """Whether a source is a whole tensor of a checkpoint, under its name and with its shape."""
+    header = headers.get(source.name or "")
+    return source.selection is None and header is not None and header.shape == source.shape
+
+
 def _read_rows(
     reader: CheckpointReader, source: TensorSource, first: int, stop: int
 ) -> GroupedWeight:
@@ -433,11 +441,21 @@ class OpenedSource:
         """
         if kernels.weights == INT4:
             return int4_kernels(kernels, plan_of(self.config), dtype)
-        if self.reader is None or not isinstance(self.config, ModelConfig):
+        if self.reader is None:
             return kernels
-        codes, decoded, formats = {}, set[str](), self.reader.formats()
-        for name, parameter in check_tensors(self.reader, self.config).items():
-            stored = {self.reader.headers()[s].dtype for s in parameter.source_names}
+        headers, formats = self.reader.headers(), self.reader.formats()
+        native = isinstance(self.config, ModelConfig)
+        if isinstance(self.config, ModelConfig):
+            layout = check_tensors(self.reader, self.config)
+        else:  # tensors that transformers does not rename or convert
+            layout = {
+                parameter.name: parameter
+                for parameter in plan_of(self.config).parameters()
+                if all(_is_stored(source, headers) for source in parameter.sources)
+            }
+        codes, decoded = {}, set[str]()
+        for name, parameter in layout.items():
+            stored = {headers[source].dtype for source in parameter.source_names}
             if parameter.is_matrix and not stored.isdisjoint(formats):
                 parts = _parts(self.reader, parameter, dtype, meta=True)
                 size = _codes_bytes(kernels, parts, parameter.matrices, dtype)
@@ -445,20 +463,34 @@ class OpenedSource:
                     decoded |= stored
                 else:
                     codes[name] = size
+        place = f"kernels={kernels.name!r}"
+        if not native:
+            kept = (source for name in codes for source in layout[name].source_names)
+            decoded |= (formats - Counter(headers[source].dtype for source in kept)).keys()
+            place += " with layers of transformers"
         if decoded and kernels.weights == MODEL:
             logger.warning(
                 "weights in %s are decoded while they are loaded, and take as much memory as if"
-                " they were not quantised: kernels=%r does not multiply by their codes",
-                *(", ".join(sorted(decoded)), kernels.name),
+                " they were not quantised: %s does not multiply by their codes",
+                *(", ".join(sorted(decoded)), place),
             )
         return dataclasses.replace(kernels, codes=codes)
 
-    def for_transformers(self, dtype: torch.dtype) -> Path | dict[str, Tensor]:
-        """Return the directory; or all tensors, if some are stored as codes, which are decoded, or
-        under other names."""
+    def for_transformers(
+        self, dtype: torch.dtype, codes: Container[str] = ()
+    ) -> Path | dict[str, Tensor]:
+        """Return the directory; or all tensors, if some are stored as codes or under other names.
+
+        Codes are decoded, but those of the parameters `codes`, which `weights` returns.
+        """
         assert self.reader is not None, "presets are native"
-        as_stored = not (self.reader.formats() or self.reader.names_text_part)
-        return self.reader.directory if as_stored else self.reader.decoded(dtype)
+        if not (self.reader.formats() or self.reader.names_text_part):
+            return self.reader.directory
+        kept = {name for p in self._parameters(codes) for name in p.source_names}
+        return self.reader.decoded(dtype, kept)
+
+    def _parameters(self, names: Container[str]) -> list[Parameter]:
+        return [p for p in plan_of(self.config).parameters() if p.name in names]
 
     def check_head(self) -> None:
         """Read the head and the embedding that it is tied to, if both are stored.
@@ -481,12 +513,14 @@ class OpenedSource:
         """Return the weights one by one, as `iter_weights`.
 
         `kernels` name the parameters that are kept as codes; None: none. `seed` and `device`
-        are as in `random_weights`; stored weights are read to the CPU. transformers loads the
-        weights of its models itself.
+        are as in `random_weights`; stored weights are read to the CPU. Of a model of transformers,
+        which loads its weights itself, only those parameters are returned.
         """
-        assert isinstance(self.config, ModelConfig), "transformers loads its models"
         quantised = kernels is not None and kernels.weights == INT4
-        codes = () if kernels is None or quantised else kernels.codes
+        codes: Container[str] = () if kernels is None or quantised else kernels.codes
+        if not isinstance(self.config, ModelConfig):
+            assert self.reader is not None, "presets are native"
+            return read_parameters(self.reader, self._parameters(codes), dtype, codes)
         weights: Iterator[tuple[str, Tensor | Parts]]
         if self.reader is None:
             weights = random_weights(self.config, dtype, seed, device=device)
@@ -541,9 +575,7 @@ def open_source(found: Source, open_files: ExitStack) -> OpenedSource:
         if isinstance(found.config, ModelConfig):
             check_tensors(reader, found.config, log_unused=True)
         else:
-            plan = plan_of(found.config)
-            operations = (*plan.operations, plan.norm, plan.head)
-            check_dtypes(reader, [p for op in operations for p in op.parameters])
+            check_dtypes(reader, plan_of(found.config).parameters())
         tokenizer = source_tokenizer(found)
         defaults = read_sampling_defaults(found.directory)
     return OpenedSource(found.config, tokenizer, reader, found.place, defaults)

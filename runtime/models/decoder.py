@@ -6,6 +6,7 @@ that a drafter takes.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -40,7 +41,7 @@ from ..kernels.ops.parameter import Parameter
 from ..operation_scopes import operation
 from ..rope_lengths import UNLIMITED, RopeLengths
 from .config import DecoderConfig, ModelConfig
-from .plan import model_plan, rope_kinds
+from .plan import model_plan, parameter_bytes, rope_kinds
 from .rope import Rope, inverse_frequencies, pair_amplitudes, pair_exponents
 from .sharding import ShardedVocabulary
 
@@ -182,61 +183,26 @@ def layer_places(groups: Sequence[LayerGroup]) -> tuple[LayerPlace, ...]:
     return tuple(places[layer] for layer in range(len(places)))
 
 
-class LayerStack(nn.Module):
-    """The layers of a plan and the norm after them, reading and writing the arena.
+class StoredModule(nn.Module, ABC):
+    """A model whose linear layers are stored as the kernels read them.
 
     Built empty; `store` gives it its weights one by one, under the names of `layout`.
     """
 
-    def __init__(
-        self,
-        plan: ModelPlan,
-        ropes: Sequence[Rope],
-        kernels: Kernels,
-        dtype: torch.dtype,
-        device: torch.device,
-        groups: Sequence[LayerGroup],
-        storage: Storage = "model",
-    ) -> None:
-        """Make the modules.
-
-        Args:
-            plan: of the model that the layers are part of.
-            ropes: the rotations that its layers index.
-            kernels: of its operations.
-            dtype: of weights and activations.
-            device: where it runs.
-            groups: the layer groups of the arena.
-            storage: how the arena stores what layers write.
-        """
+    def __init__(self, kernels: Kernels, dtype: torch.dtype, device: torch.device) -> None:
+        """Set the kernels of all operations, and dtype and device of weights and activations."""
         super().__init__()
-        self.plan = plan
         self.kernels = kernels
         self.dtype = dtype
         self.device = device
-        self.storage: Storage = storage
-        self.stack: Stack | None = None
-        self.embedding_factor = plan.embedding_scale
-        self._places = layer_places(groups)
-        self._layouts = layouts(groups)
-        places = iter(self._places)
-        self.layers = nn.ModuleList(Layer(layer, kernels, places, storage) for layer in plan.layers)
-        self.norm = plan.norm.module()
-        frequencies_KE = torch.stack([inverse_frequencies(r, plan.rope_dim) for r in ropes])
-        self.inverse_frequencies = nn.Buffer(frequencies_KE.to(device), persistent=False)
-        self._frequencies_by_length: FrequenciesByLength | None = None
-        if plan.rope_by_length:
-            self._frequencies_by_length = FrequenciesByLength(ropes, plan.rope_dim, device)
-        amplitudes_KE = torch.stack([pair_amplitudes(r, plan.rope_dim) for r in ropes])
-        self.amplitudes: torch.Tensor | None = (
-            None
-            if bool((amplitudes_KE == 1.0).all())
-            else nn.Buffer(amplitudes_KE[:, None].to(device), persistent=False)
-        )
 
+    @abstractmethod
     def layout(self) -> Iterator[Parameter]:
         """Yield the parameters that `store` expects."""
-        return self.plan.parameters()
+
+    def holder(self, path: str) -> nn.Module:
+        """Return the module that holds a parameter, whose name is `path` and an attribute."""
+        return self.get_submodule(path)
 
     def store(self, weights: Iterable[tuple[str, Tensor | Parts]]) -> None:
         """Store every weight, linear layers in the format of the kernels.
@@ -259,7 +225,6 @@ class LayerStack(nn.Module):
             for leaf, value in stored.items():
                 setattr(module, leaf, nn.Parameter(value, requires_grad=False))
             del weight, stored, value  # one that was quantised, before the next one is allocated
-        self._make_native()
 
     def overwrite(self, weights: Iterable[tuple[str, Tensor | Parts]]) -> None:
         """Copy other weights of the same shapes into the tensors that `store` made.
@@ -286,7 +251,7 @@ class LayerStack(nn.Module):
         Parts are written to `packed`; None: to new memory.
         """
         path, _, leaf = name.rpartition(".")
-        module = self.get_submodule(path)
+        module = self.holder(path)
         own = module.dtype if isinstance(module, Vector) else None
         if isinstance(weight, Tensor):
             weight = weight.to(own or self.dtype)
@@ -304,14 +269,80 @@ class LayerStack(nn.Module):
 
     def _packed_memory(self) -> PackedMemory | None:
         """Room for the weights of all linear layers, where the CPU kernels read them packed."""
-        if self.kernels.pack is None or self.kernels.make_stack is None:
+        if self.kernels.pack is None:
             return None
-        sizes = [
-            self.kernels.codes.get(f"{name}.weight", module.stored_bytes(self.dtype))
-            for name, module in self.named_modules()
-            if isinstance(module, Projection)
-        ]
+        matrices = [parameter for parameter in self.layout() if parameter.is_matrix]
+        sizes = [parameter_bytes(matrix, self.kernels, self.dtype) for matrix in matrices]
         return PackedMemory(sum(sizes), len(sizes))
+
+    def _unfit(self, name: str, error: ValueError) -> str:
+        (parameter,) = (found for found in self.layout() if found.name == name)
+        sources = bounded_text(", ".join(parameter.source_names), 300)
+        return (
+            f"{name} cannot be stored as {self.kernels.weights}: {error} (it is made of {sources});"
+            " look at the checkpoint, or use weight_dtype='auto'"
+        )
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all parameters as stored, one that is used twice counted once."""
+        return sum(p.nbytes for p in self.parameters())
+
+
+class LayerStack(StoredModule):
+    """The layers of a plan and the norm after them, reading and writing the arena."""
+
+    def __init__(
+        self,
+        plan: ModelPlan,
+        ropes: Sequence[Rope],
+        kernels: Kernels,
+        dtype: torch.dtype,
+        device: torch.device,
+        groups: Sequence[LayerGroup],
+        storage: Storage = "model",
+    ) -> None:
+        """Make the modules.
+
+        Args:
+            plan: of the model that the layers are part of.
+            ropes: the rotations that its layers index.
+            kernels: of its operations.
+            dtype: of weights and activations.
+            device: where it runs.
+            groups: the layer groups of the arena.
+            storage: how the arena stores what layers write.
+        """
+        super().__init__(kernels, dtype, device)
+        self.plan = plan
+        self.storage: Storage = storage
+        self.stack: Stack | None = None
+        self.embedding_factor = plan.embedding_scale
+        self._places = layer_places(groups)
+        self._layouts = layouts(groups)
+        places = iter(self._places)
+        self.layers = nn.ModuleList(Layer(layer, kernels, places, storage) for layer in plan.layers)
+        self.norm = plan.norm.module()
+        frequencies_KE = torch.stack([inverse_frequencies(r, plan.rope_dim) for r in ropes])
+        self.inverse_frequencies = nn.Buffer(frequencies_KE.to(device), persistent=False)
+        self._frequencies_by_length: FrequenciesByLength | None = None
+        if plan.rope_by_length:
+            self._frequencies_by_length = FrequenciesByLength(ropes, plan.rope_dim, device)
+        amplitudes_KE = torch.stack([pair_amplitudes(r, plan.rope_dim) for r in ropes])
+        self.amplitudes: torch.Tensor | None = (
+            None
+            if bool((amplitudes_KE == 1.0).all())
+            else nn.Buffer(amplitudes_KE[:, None].to(device), persistent=False)
+        )
+
+    def layout(self) -> Iterator[Parameter]:
+        """See `StoredModule.layout`."""
+        return self.plan.parameters()
+
+    def store(self, weights: Iterable[tuple[str, Tensor | Parts]]) -> None:
+        """See `StoredModule.store`."""
+        super().store(weights)
+        self._make_native()
 
     def _make_native(self) -> None:
         """Use one operation for all layers if the kernels support the plan."""
@@ -333,19 +364,6 @@ class LayerStack(nn.Module):
             amplitudes=amplitudes.view_as(self.inverse_frequencies),
             collectives=self.kernels.collectives,
         )
-
-    def _unfit(self, name: str, error: ValueError) -> str:
-        (parameter,) = (found for found in self.layout() if found.name == name)
-        sources = bounded_text(", ".join(parameter.source_names), 300)
-        return (
-            f"{name} cannot be stored as {self.kernels.weights}: {error} (it is made of {sources});"
-            " look at the checkpoint, or use weight_dtype='auto'"
-        )
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of all parameters as stored, one that is used twice counted once."""
-        return sum(p.nbytes for p in self.parameters())
 
     def close(self) -> None:
         """Release the weights that the operation of all layers holds."""
@@ -425,9 +443,8 @@ class LayerStack(nn.Module):
 class Decoder(LayerStack):
     """Token ids to hidden states to logits, reading and writing the arena.
 
-    Built empty; `store` gives it its weights one by one, under the names of
-    `layout.fused_layout`. That of a config with a `shard` is the part of one rank: all ranks run
-    the same steps, and its kernels have the collectives of their group.
+    Its parameters have the names of `fused_layout`. With a `shard`, its config is of one rank: all
+    ranks run the same steps, and its kernels have the collectives of their group.
     """
 
     def __init__(

@@ -97,6 +97,8 @@ class ModelPlan:
     """Whether rotations depend on the length of the sequence, not only on the position."""
     shard: Shard | None = None
     """The part of the model that this plan describes; None: all of it."""
+    full_names: bool = False
+    """Whether names in layers are those of the model, as of transformers, and not relative."""
 
     @cached_property
     def rope_dim(self) -> int:
@@ -138,11 +140,11 @@ class ModelPlan:
         """Yield all parameters under their full names, in the order a forward pass needs them."""
         yield self.embedding
         for index, layer in enumerate(self.layers):
-            for parameter in layer.parameters:
-                yield parameter.within(f"layers.{index}.", f"model.layers.{index}.")
+            ours = "" if self.full_names else f"layers.{index}."
+            theirs = ours and f"model.{ours}"
+            yield from (parameter.within(ours, theirs) for parameter in layer.parameters)
         yield from self.norm.parameters
-        if not self.tied:
-            yield from self.head.parameters
+        yield from (parameter for parameter in self.head.parameters if parameter != self.embedding)
 
 
 # A plan with its tensors, for a backend to run.

@@ -246,11 +246,6 @@ class Projection(nn.Module):
             place.copy_(self.kernels.pack(matrix))
         return packed.flatten(0, 1)
 
-    def stored_bytes(self, dtype: torch.dtype) -> int:
-        """Return the bytes of the weight as stored, scales included."""
-        sizes = (self.out_features, self.in_features)
-        return stored_bytes(self.kernels, *sizes, dtype, self.matrices)
-
     def rows(self, index_T: torch.Tensor) -> torch.Tensor:
         """Return rows of the weight, `[T, in_features]`: the layer used as an embedding."""
         assert self.weight is not None

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ...bounded_repr import bounded_repr
 from ...errors import CheckpointError, ConfigError
@@ -18,7 +18,7 @@ from ...kernels.ops.layer_plan import LayerPlan, ModelPlan
 from ...kernels.ops.linear import Linear
 from ...kernels.ops.norms import Norm
 from ...kernels.ops.operation import Opaque
-from ...kernels.ops.parameter import Parameter, Source
+from ...kernels.ops.parameter import Parameter, Shape, Source
 from ..config import DTYPES, DecoderConfig, Dtype, check_quantisation, token_ids
 from ..families import is_wrapper, read_optional
 from .attention import (
@@ -57,7 +57,7 @@ class LinearGroup(NamedTuple):
 
 def _product(uses: Sequence[LinearUse]) -> Linear:
     name = uses[0].module
-    weights = (Source(f"{use.module}.weight", (use.out_features, use.in_features)) for use in uses)
+    weights = (_weight(use) for use in uses)
     biases = (Source(f"{u.module}.bias" if u.bias else None, (u.out_features,)) for u in uses)
     has_bias = any(use.bias for use in uses)
     return Linear(
@@ -65,6 +65,22 @@ def _product(uses: Sequence[LinearUse]) -> Linear:
         weight=Parameter(f"{name}.weight", tuple(weights)),
         bias=Parameter(f"{name}.bias", tuple(biases)) if has_bias else None,
     )
+
+
+@dataclass(frozen=True)
+class Transposed:
+    """The rows of a matrix that a checkpoint has as columns."""
+
+    def shape(self, stored: Shape) -> Shape:
+        return stored[::-1]
+
+    def read(self, stored: Tensor) -> Tensor:
+        return stored.T
+
+
+def _weight(use: LinearUse) -> Source:
+    name, shape = f"{use.module}.weight", (use.out_features, use.in_features)
+    return Source(name, shape[::-1], Transposed()) if use.transposed else Source(name, shape)
 
 
 def linear_groups(probe: Probe) -> tuple[LinearGroup, ...]:
@@ -124,6 +140,7 @@ def plan_of_probe(model: Any, probe: Probe) -> ModelPlan:
         logit_softcap=0.0,
         logit_scale=1.0,
         rope_kinds=1,
+        full_names=True,
     )
 
 

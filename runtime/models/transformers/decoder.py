@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
@@ -11,18 +12,13 @@ from torch import Tensor, nn
 
 from ....cache.arena import Storage, arena_views
 from ....cache.spec import LayerGroup, layouts
-from ...errors import CheckpointError
-from ...kernels import (
-    DecodeStep,
-    Kernels,
-    PackedMemory,
-    RaggedBatch,
-    Stack,
-)
+from ...kernels import DecodeStep, Kernels, RaggedBatch, Stack
+from ...kernels.choice import Parts
 from ...kernels.ops.attention import Attend
-from ...kernels.ops.linear import Projection, stored_bytes
+from ...kernels.ops.linear import Linear, Projection
+from ...kernels.ops.parameter import Parameter
 from ...operation_scopes import operation
-from ..decoder import Decoder, layer_places
+from ..decoder import Decoder, StoredModule, layer_places
 from ..sharding import ShardedVocabulary
 from .attention import IMPLEMENTATION, CurrentStep, PagedLayer, PagedStep
 from .config import LinearGroup, TransformersConfig, freeze_rotations, linear_groups
@@ -33,19 +29,17 @@ from .probe import Probe, head_of, run_head, set_implementation
 # Layers with the same input are one product: the first to be called computes it for all.
 
 
-class FirstOfProduct(nn.Module):
+class FirstOfProduct(Projection):
     """Stands in the place of the first linear layer of a group, and computes all of them."""
 
-    def __init__(self, product: Projection, sizes: list[int]) -> None:
-        """`sizes` are the output features of the layers, in the order in which they are called."""
-        super().__init__()
-        self.product = product
-        self.sizes = sizes
+    def __init__(self, kernels: Kernels, group: LinearGroup) -> None:
+        super().__init__(kernels, *group.operation.weight.shape)
+        self.sizes = [member.out_features for member in group.members]
         self.following: list[Tensor] = []
         """Results of layers that are not called yet."""
 
     def forward(self, x: Tensor) -> Tensor:
-        out_TN: Tensor = self.product(x.reshape(-1, x.shape[-1]))
+        out_TN = super().forward(x.reshape(-1, x.shape[-1]))
         out = out_TN.view(*x.shape[:-1], out_TN.shape[-1])
         if len(self.sizes) == 1:
             return out
@@ -65,21 +59,6 @@ class NextOfProduct(nn.Module):
         return self.first.following.pop(0)
 
 
-def stacked(model: nn.Module, group: LinearGroup) -> tuple[Tensor, Tensor | None]:
-    """Return the weights of a group, `[out_features, in_features]`, and its biases.
-
-    Members without a bias have zeros there; None if no member has one.
-    """
-    weights, biases = [], []
-    for member in group.members:
-        module: Any = model.get_submodule(member.module)
-        weight = module.weight.data
-        weights.append(weight.T if member.transposed else weight)
-        biases.append(module.bias.data if member.bias else weight.new_zeros(member.out_features))
-    stacked = weights[0].contiguous() if len(weights) == 1 else torch.cat(weights)
-    return stacked, torch.cat(biases) if group.operation.bias else None
-
-
 # Input embeddings whose rows a projection stores.
 #
 # The class of an embedding may do something with the rows, such as to scale them (Gemma). It stays
@@ -97,14 +76,13 @@ class _RowsOfProjection(nn.Embedding):
 
 
 def store_rows(embedding: Any, projection: Projection) -> None:
-    """Make an `nn.Embedding` look up rows of a projection that has the values of its weight.
+    """Make an `nn.Embedding` look up rows of a projection that will have the values of its weight.
 
     Its weight becomes a tensor without elements, of which models read the dtype or the device.
     """
-    assert projection.weight is not None
+    empty = embedding.weight.data.new_empty(0)
     del embedding.weight
     embedding.projection = projection
-    empty = torch.empty(0, dtype=projection.dtype, device=projection.weight.device)
     embedding.register_buffer("weight", empty, persistent=False)
     own = type(embedding)
     bases = (_RowsOfProjection,) if own is nn.Embedding else (own, _RowsOfProjection)
@@ -123,7 +101,7 @@ def add_scopes(model: nn.Module, probe: Probe) -> None:
         layer = model.get_submodule(prefix.removesuffix("."))
         for path, module in layer.named_modules():
             if path and any(True for _ in module.parameters(recurse=False)):
-                replaced = path.removesuffix(".product").removesuffix(".first")
+                replaced = path.removesuffix(".first")
                 _scope(layer.get_submodule(replaced), replaced.rpartition(".")[2])
         _scope(layer, "layer", index)
 
@@ -138,38 +116,49 @@ def _scope(module: Any, name: str, layer: int | None = None) -> None:
     module.forward = scoped
 
 
-class TransformersDecoder(nn.Module):
+class TransformersDecoder(StoredModule):
     """Runs a causal language model of transformers, with the interface of `Decoder`."""
 
     def __init__(
         self,
         config: TransformersConfig,
         model: Any,
+        codes: Iterable[tuple[str, Tensor | Parts]],
         kernels: Kernels,
         dtype: torch.dtype,
         device: torch.device,
         groups: Sequence[LayerGroup],
         storage: Storage = "model",
     ) -> None:
-        """Take a loaded model on the CPU, whose linear layers are replaced one by one.
+        """Take a loaded model on the CPU, whose linear layers are replaced.
 
-        `groups` are the layer groups of the arena, `storage` is how it stores keys and values.
+        Args:
+            config: of the model.
+            model: its weights in `Kernels.codes` are not read.
+            codes: these weights.
+            kernels: of its linear layers and of attention.
+            dtype: of weights and activations.
+            device: where it runs.
+            groups: the layer groups of the arena.
+            storage: how the arena stores keys and values.
+
         Raises `CheckpointError` if a weight to quantise holds NaN or infinity.
         """
-        super().__init__()
+        super().__init__(kernels, dtype, device)
         self.config = config
-        self.kernels = kernels
-        self.dtype = dtype
-        self.device = device
         self.storage: Storage = storage
         self.stack: Stack | None = None
         self.decode_step: DecodeStep | None = None
         self.vocabulary: ShardedVocabulary | None = None
         set_implementation(model, IMPLEMENTATION)
         freeze_rotations(model)
-        self._replace_linears(model)
+        read = {source.name for parameter in self.layout() for source in parameter.sources}
+        tensors = {name: value for name, value in model.state_dict().items() if name in read}
+        _replace_linears(model, config, kernels)
+        self.model = model
+        self.store(chain(codes, self._weights(tensors)))
         probe = config.probe
-        self.model = model.to(device).eval().requires_grad_(False)
+        model.to(device).eval().requires_grad_(False)
         self._embeddings = model.get_input_embeddings()
         self._base = model.get_submodule(probe.base)
         self._head = head_of(model, probe.base, probe.output)
@@ -177,11 +166,32 @@ class TransformersDecoder(nn.Module):
         self._layouts = layouts(groups)
         self._current = CurrentStep(model)
 
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of all parameters as stored, a tied embedding counted once."""
-        parameters: Iterator[Tensor] = self.model.parameters()
-        return sum(parameter.nbytes for parameter in parameters)
+    def layout(self) -> Iterator[Parameter]:
+        """Yield the parameters of projections: linear layers, and embeddings that they store."""
+        plan = self.config.plan
+        operations = (*(op for layer in plan.layers for op in layer.operations), plan.head)
+        linears = [p for op in operations if isinstance(op, Linear) for p in op.parameters]
+        yield from dict.fromkeys(p for p in (plan.embedding, *linears) if p.viewed_as is None)
+
+    def holder(self, path: str) -> nn.Module:
+        """Return the module that stands in the place of a module of transformers."""
+        module: nn.Module = self.model.get_submodule(path)
+        return module.projection if isinstance(module, _RowsOfProjection) else module
+
+    def _weights(self, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the parameters that are not codes, and remove what they are made of."""
+        for parameter in self.layout():
+            if parameter.name not in self.kernels.codes:
+                yield parameter.name, self._stacked(parameter, tensors)
+
+    def _stacked(self, parameter: Parameter, tensors: dict[str, Tensor]) -> Tensor:
+        parts = [
+            torch.zeros(source.part_shape, dtype=self.dtype)
+            if source.name is None
+            else source.read(tensors.pop(source.name))
+            for source in parameter.sources
+        ]
+        return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
 
     def weight_bytes_read(self, rows: float) -> int:
         """Return the bytes of the parameters that a decode step reads, all experts among them.
@@ -235,79 +245,34 @@ class TransformersDecoder(nn.Module):
             layers.append(PagedLayer(place, attend.form(storage), attend.head_dim))
         return tuple(layers)
 
-    def _replace_linears(self, model: Any) -> None:
-        """Replace the linear layers that the probe found, freeing each weight when it is stored."""
-        probe, groups = self.config.probe, linear_groups(self.config.probe)
-        shared = probe.tied and probe.packed_embedding
-        embeddings = model.get_input_embeddings()
-        shapes = [group.operation.weight.shape for group in groups]
-        if probe.packed_embedding and not shared:
-            shapes.append(embeddings.weight.shape)
-        memory = None
-        if self.kernels.pack is not None:
-            sizes = [stored_bytes(self.kernels, n, k, self.dtype) for n, k in shapes]
-            memory = PackedMemory(sum(sizes), len(sizes))
-        for group in groups:
-            projection = Projection(self.kernels, *group.operation.weight.shape)
-            self._store(group.name, projection, *stacked(model, group), memory)
-            first = FirstOfProduct(projection, [member.out_features for member in group.members])
-            model.set_submodule(group.name, first)
-            for member in group.members[1:]:
-                model.set_submodule(member.module, NextOfProduct(first))
-            if shared and group.layer is None:
-                store_rows(embeddings, projection)
-        if probe.packed_embedding and not shared:
-            projection = Projection(self.kernels, *embeddings.weight.shape)
-            self._store(probe.embedding, projection, embeddings.weight.data, None, memory)
-            store_rows(embeddings, projection)
-        gc.collect()  # modules refer to each other
-
     @torch.no_grad()
-    def overwrite(self, model: Any) -> None:
-        """Copy the weights of another model of the same config, which is on the CPU.
+    def overwrite_from(self, model: Any, codes: Iterable[tuple[str, Tensor | Parts]]) -> None:
+        """Copy the weights of another model of the same config; arguments as of the constructor.
 
-        The addresses of all tensors, and with them captured graphs and compiled code, stay valid.
-        Raises `CheckpointError` for NaN or infinity in a weight to quantise; some are overwritten.
+        See `overwrite`.
         """
-        probe = self.config.probe
-        for group in linear_groups(probe):
-            first: Any = self.model.get_submodule(group.name)
-            self._store(group.name, first.product, *stacked(model, group))
-        if probe.packed_embedding and not probe.tied:
-            weight = model.get_input_embeddings().weight
-            self._store(probe.embedding, self._embeddings.projection, weight, None)
-        ours = self.model.state_dict()
-        for name, value in model.state_dict().items():
-            if name in ours:
+        tensors, ours = model.state_dict(), self.model.state_dict()
+        self.overwrite(chain(codes, self._weights(tensors)))
+        for name, value in tensors.items():
+            module = name.rpartition(".")[0]
+            if name in ours and not isinstance(self.model.get_submodule(module), Projection):
                 ours[name].copy_(value)
 
-    def _store(
-        self,
-        name: str,
-        projection: Projection,
-        weight: Tensor,
-        bias: Tensor | None,
-        memory: PackedMemory | None = None,
-    ) -> None:
-        """Store a weight as the kernels want it, in the tensors of an earlier one if there are."""
-        try:
-            stored = projection.as_stored(weight, self.dtype, self.device)
-        except ValueError as error:
-            raise CheckpointError(
-                f"{name} cannot be stored as {self.kernels.weights}: {error}; look at the"
-                " checkpoint, or use weight_dtype='auto'"
-            ) from error
-        if bias is not None:
-            stored["bias"] = bias.to(self.device)
-        if memory is not None:
-            stored["weight"] = memory.place(stored["weight"])
-        projection.dtype = self.dtype
-        for leaf, value in stored.items():
-            held: Tensor | None = getattr(projection, leaf)
-            if held is None:
-                setattr(projection, leaf, nn.Parameter(value, requires_grad=False))
-            else:
-                held.copy_(value)
+
+def _replace_linears(model: Any, config: TransformersConfig, kernels: Kernels) -> None:
+    """Replace the linear layers that the probe found by projections without weights."""
+    probe, embeddings = config.probe, model.get_input_embeddings()
+    rows = None
+    for group in linear_groups(probe):
+        first = FirstOfProduct(kernels, group)
+        model.set_submodule(group.name, first)
+        for member in group.members[1:]:
+            model.set_submodule(member.module, NextOfProduct(first))
+        if probe.tied and group.layer is None:
+            rows = first
+    if probe.packed_embedding:
+        store_rows(embeddings, rows or Projection(kernels, *embeddings.weight.shape))
+    gc.collect()  # modules refer to each other
 
 
 DecoderModel: TypeAlias = Decoder | TransformersDecoder

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from ....cache.spec import LayerGroup, group_layers
 from ...bounded_repr import bounded_text
 from ...errors import CheckpointError
 from ...kernels import Kernels, RaggedBatch
+from ...kernels.choice import Parts
 from ...kernels.result_check import tolerance
 from .attention import IMPLEMENTATION, quiet, reason_of, register
 from .config import TransformersConfig, model_class_of
@@ -124,26 +125,32 @@ def load_decoder(
     device: torch.device,
     groups: Sequence[LayerGroup],
     storage: Storage = "model",
+    codes: Iterable[tuple[str, Tensor | Parts]] = (),
 ) -> TransformersDecoder:
     """Load a checkpoint, from safetensors files only, and check the decoder.
 
-    `weights` is its directory, or all of its tensors by name. Raises `CheckpointError` if
-    transformers cannot load it, parameters are missing or cannot be quantised, or its logits differ
-    from transformers'.
+    `weights` is its directory, or all of its tensors by name; `codes` are as of
+    `TransformersDecoder`. Raises `CheckpointError` if transformers cannot load it, parameters are
+    missing or cannot be quantised, or its logits differ from transformers'.
     """
     model = load_model(weights, config, dtype)
-    decoder = TransformersDecoder(config, model, kernels, dtype, device, groups, storage)
+    decoder = TransformersDecoder(config, model, codes, kernels, dtype, device, groups, storage)
     check_against_transformers(decoder)
     return decoder
 
 
-def overwrite_decoder(decoder: TransformersDecoder, model: Any, config: TransformersConfig) -> None:
+def overwrite_decoder(
+    decoder: TransformersDecoder,
+    model: Any,
+    codes: Iterable[tuple[str, Tensor | Parts]],
+    config: TransformersConfig,
+) -> None:
     """Give a decoder the weights of a model of the same constants that `load_model` returned.
 
     Raises `CheckpointError` for NaN or infinity in a weight to quantise, and if the logits differ
     from transformers'. Some weights are overwritten then.
     """
-    decoder.overwrite(model)
+    decoder.overwrite_from(model, codes)
     decoder.config = config
     check_against_transformers(decoder)
 
