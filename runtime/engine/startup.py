@@ -59,7 +59,7 @@ from ..kernels.choice import Parts
 from ..kernels.result_check import Fallback, brief, warn
 from ..kernels.support import int8_input_kernels
 from ..kernels.weights import INT8, MODEL
-from ..loading.drafter_loading import find_drafter, load_drafter
+from ..loading.drafter_loading import find_drafter, keep_codes, load_drafter
 from ..loading.loader import OpenedSource, Source, open_source, resolve_source
 from ..loading.tokenizer import TextTokenizer
 from ..models.config import DecoderConfig, ModelConfig, config_json_name
@@ -198,6 +198,12 @@ def find_engine_drafter(
     # The first layer group with full attention, or the one with the widest window.
     group = max(groups, key=lambda group: group.window or float("inf"))
     return FoundDrafter(config, config.layer_group(group.index, group.window))
+
+
+def _with_codes(
+    found: FoundDrafter | None, kernels: Kernels, dtype: torch.dtype
+) -> FoundDrafter | None:
+    return found and found._replace(config=keep_codes(found.config, kernels, dtype))
 
 
 _TERM_OF_PHASE = {"load": "weights", "cache": "cache", "static_buffers": "static_buffers"}
@@ -594,6 +600,7 @@ def start_parts(
         # What does not fit is refused before weights are read, and before kernels are built and
         # tested.
         expected = opened.kept_codes(planned_kernels(found.config, resolved), resolved.dtype)
+        found_drafter = _with_codes(found_drafter, expected, resolved.dtype)
         memory = DeviceMemory.of(resolved.device).of_rank(ranks)
         planned(expected, memory)
         if config.tie_word_embeddings is None:
@@ -603,6 +610,7 @@ def start_parts(
         with log("kernels"):
             kernels = checked_kernels(found.config, resolved, group)
         kernels = opened.kept_codes(kernels, resolved.dtype)
+        found_drafter = _with_codes(found_drafter, kernels, resolved.dtype)
         if config.activation_dtype == "int8":
             kernels = int8_input_kernels(kernels)
         # Kernels hold some of it.

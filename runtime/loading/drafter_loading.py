@@ -44,6 +44,7 @@ from .loader import (
     Source,
     find_directory,
     open_source,
+    planned_codes,
     read_parameters,
     resolve_source,
 )
@@ -216,6 +217,20 @@ def _vocabulary(checkpoint: Path) -> dict[str, int] | None:
     return read_tokenizer(path).get_vocab() if has_file(path) else None
 
 
+def keep_codes(config: DrafterConfig, kernels: Kernels, dtype: torch.dtype) -> DrafterConfig:
+    """Return a drafter with the weights that it keeps as codes, for the kernels of its target."""
+    if config.kind != "draft_model":
+        return config
+    own = planned_codes(_source(config), config.kernels(kernels), dtype)
+    return replace(config, codes=own.codes)
+
+
+def _source(config: DrafterConfig) -> Source:
+    place = config.directory
+    file = open_gguf(place) if place is not None and is_gguf(place) else None
+    return Source(config.name, config.model, place, file)
+
+
 def load_drafter(
     config: DrafterConfig,
     target: Decoder,
@@ -236,13 +251,9 @@ def load_drafter(
     drafter = new_drafter(config, target, kernels, group)
     if isinstance(drafter, DraftModel):
         with ExitStack() as open_files:
-            place = config.directory
-            file = open_gguf(place) if place is not None and is_gguf(place) else None
-            source = Source(config.name, config.model, place, file)
-            opened = open_source(source, open_files)
-            dtype, device = target.dtype, target.device
-            weights = opened.weights(dtype, seed=seed, device=device, progress=progress)
-            drafter.decoder.store(weights)
+            opened, decoder = open_source(_source(config), open_files), drafter.decoder
+            sizes, device = (target.dtype, decoder.kernels), target.device
+            decoder.store(opened.weights(*sizes, seed=seed, device=device, progress=progress))
         return drafter
     assert config.directory is not None
     with CheckpointReader(config.directory) as reader:
@@ -258,8 +269,7 @@ def new_drafter(
 ) -> DraftModel | _Head:
     """Return a drafter whose weights are not stored yet; arguments as of `load_drafter`."""
     assert group.layers == tuple(range(len(config.layers))), "all its layers are in one group"
-    # It has no sums over ranks, and weights in the target's codes only where it shares them.
-    kernels = replace(kernels, collectives=None, codes={})
+    kernels = config.kernels(kernels)
     if config.kind in _HEADS:
         return _HEADS[config.kind][1](config, target, kernels, group).eval()
     plan, device = within_window(config.plan, group.window), target.device

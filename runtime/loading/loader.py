@@ -481,7 +481,7 @@ class OpenedSource:
     ) -> Path | dict[str, Tensor]:
         """Return the directory; or all tensors, if some are stored as codes or under other names.
 
-        Codes are decoded, but those of the parameters `codes`, which `weights` returns.
+        Codes are decoded, except parameters in `codes`, which `weights` returns.
         """
         assert self.reader is not None, "presets are native"
         if not (self.reader.formats() or self.reader.names_text_part):

@@ -13,6 +13,7 @@ import torch
 from stepgraph.runtime import Engine, EngineConfig, SamplingParams
 from stepgraph.runtime.kernels import have_compiler
 
+from ..loading.test_weight_formats import save_as
 from ..rigs.engine_rig import MIXED_PARAMS, Open, greedy, loop_of, parts_of
 from ..rigs.fake_graphs import FakeGraphs, make_fake_graphs  # noqa: F401
 from ..rigs.head_references import write_dflash, write_eagle3
@@ -127,6 +128,21 @@ def test_drafts_change_no_token(
     if kind in MTP:
         assert 20 < accepted < drafted - 20
     assert accepted > 20 or kind != "draft_model own"
+
+
+def test_a_draft_model_stays_in_the_codes_of_its_checkpoint(
+    open_engine: Open, tiny: Tiny, tmp_path: Path
+) -> None:
+    save_as("awq", tiny("wide_groups"), tmp_path)
+    sizes = SIZES | {"dtype": "float32", "kernels": "native"}
+    plain = open_engine(tmp_path, **sizes)
+    engine = open_engine(tmp_path, **sizes, speculation=drafting(tmp_path, 3))
+    assert run_mixed(engine, prompts(tmp_path), MIXED_PARAMS) == run_mixed(
+        plain, prompts(tmp_path), MIXED_PARAMS
+    )
+    held, both = (each.stats()["memory"]["weights"] for each in (plain, engine))
+    assert both["planned"] == both["measured"] == 2 * held["measured"]
+    assert engine.stats()["speculation"]["accepted"] > 20
 
 
 @pytest.mark.parametrize("reads", ["embedding", "hidden"])

@@ -98,7 +98,7 @@ class ModelPlan:
     shard: Shard | None = None
     """The part of the model that this plan describes; None: all of it."""
     full_names: bool = False
-    """Whether names in layers are those of the model, as of transformers, and not relative."""
+    """Whether names in layers are full names, as in plans of transformers, and not relative."""
 
     @cached_property
     def rope_dim(self) -> int:

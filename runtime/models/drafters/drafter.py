@@ -19,7 +19,7 @@ Shape suffixes: T tokens of a step, B rows, F features of the target model, K dr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -77,6 +77,8 @@ class DrafterConfig:
     """The token of the positions that a block-parallel drafter fills."""
     causal: bool = False
     """Whether tokens of its blocks attend only to those before them."""
+    codes: Mapping[str, int] = field(default_factory=dict)
+    """See `Kernels.codes`; of draft models only."""
 
     @property
     def layers(self) -> tuple[LayerPlan, ...]:
@@ -99,10 +101,14 @@ class DrafterConfig:
         (state,) = attend.states
         return LayerGroup(index, tuple(layers), (replace(state, window=window),) * len(layers))
 
+    def kernels(self, of_target: Kernels) -> Kernels:
+        """Return its kernels: it has no sums over ranks, no int4, and codes of its own."""
+        weights = MODEL if of_target.weights == INT4 else of_target.weights
+        return replace(of_target, weights=weights, codes=self.codes, collectives=None)
+
     def weight_bytes(self, kernels: Kernels, dtype: torch.dtype) -> int:
-        """Return the bytes of its own parameters as the kernels store them, none as codes."""
-        weights = MODEL if kernels.weights == INT4 else kernels.weights
-        own = replace(kernels, weights=weights, codes={})  # the target's have the same names
+        """Return the bytes of its own parameters; `kernels` are the target's."""
+        own = self.kernels(kernels)
         return sum(parameter_bytes(parameter, own, dtype) for parameter in self.parameters)
 
 
@@ -116,10 +122,10 @@ it does not fit the target."""
 def check_fits(name: str, sizes: Mapping[str, tuple[object, object]]) -> None:
     """Raise `ConfigError` for the first field (name -> value in the drafter and in the model that
     it drafts for) in which the drafter `name` differs."""
-    for field, (ours, theirs) in sizes.items():
+    for key, (ours, theirs) in sizes.items():
         if ours != theirs:
             raise ConfigError(
-                f"the drafter {name} has {field} = {bounded_repr(ours, 60)}, the model that it"
+                f"the drafter {name} has {key} = {bounded_repr(ours, 60)}, the model that it"
                 f" drafts for {bounded_repr(theirs, 60)}: use a drafter that was made for this"
                 " model"
             )
