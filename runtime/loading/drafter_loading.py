@@ -23,7 +23,6 @@ from ..models.drafters.drafter import (
     DraftModel,
     ReadDrafter,
     check_fits,
-    within_window,
 )
 from ..models.drafters.feature_head import (
     Eagle3,
@@ -251,9 +250,9 @@ def load_drafter(
     drafter = new_drafter(config, target, kernels, group)
     if isinstance(drafter, DraftModel):
         with ExitStack() as open_files:
-            opened, decoder = open_source(_source(config), open_files), drafter.decoder
-            sizes, device = (target.dtype, decoder.kernels), target.device
-            decoder.store(opened.weights(*sizes, seed=seed, device=device, progress=progress))
+            opened = open_source(_source(config), open_files)
+            sizes, device = (target.dtype, drafter.kernels), target.device
+            drafter.store(opened.weights(*sizes, seed=seed, device=device, progress=progress))
         return drafter
     assert config.directory is not None
     with CheckpointReader(config.directory) as reader:
@@ -269,11 +268,5 @@ def new_drafter(
 ) -> DraftModel | _Head:
     """Return a drafter whose weights are not stored yet; arguments as of `load_drafter`."""
     assert group.layers == tuple(range(len(config.layers))), "all its layers are in one group"
-    kernels = config.kernels(kernels)
-    if config.kind in _HEADS:
-        return _HEADS[config.kind][1](config, target, kernels, group).eval()
-    plan, device = within_window(config.plan, group.window), target.device
-    decoder = Decoder(
-        config.model, kernels, target.dtype, device, [group], target.storage, plan=plan
-    )
-    return DraftModel(decoder.eval(), config.most_drafts)
+    kind = DraftModel if config.kind == "draft_model" else _HEADS[config.kind][1]
+    return kind(config, target, config.kernels(kernels), group).eval()

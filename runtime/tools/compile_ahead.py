@@ -53,7 +53,6 @@ from ..kernels.weights import INT4
 from ..loading.drafter_loading import new_drafter
 from ..loading.loader import Source, in_int4, resolve_source
 from ..models.decoder import Decoder
-from ..models.drafters.drafter import DraftModel
 from ..models.plan import fused_layout, model_plan, plan_of
 from ..models.resolved_config import ResolvedConfig
 from .arguments import add_config_flags, config_of, integer
@@ -304,8 +303,7 @@ def _functions(found: Source, config: ResolvedConfig, prefill_tokens: int) -> St
     if drafter is not None:
         absent = new_drafter(drafter.config, decoder, decoder.kernels, drafter.layers)
         weights = {p.name: TensorSpec(p.shape, config.dtype) for p in drafter.config.parameters}
-        module = absent.decoder if isinstance(absent, DraftModel) else absent
-        module.store(_absent(weights).items())
+        absent.store(_absent(weights).items())
         group = dataclasses.replace(drafter.layers, index=0)
         own = Arena([group], _BLOCKS, config.user.block_size, config.dtype, _META, config.storage)
         drafting = DraftStep(absent, own.tensor, state, config.user.block_size)

@@ -363,8 +363,8 @@ class SharedLayers(LayerStack):
 # A smaller model with the vocabulary of the target. Shapes: B rows, T tokens, D hidden_size.
 
 
-class DraftModel:
-    """Drafts with a decoder of its own, one pass per draft.
+class DraftModel(Decoder):
+    """Drafts with a whole decoder, one pass per draft.
 
     The first pass of `propose` has two tokens per row. Of the tokens of a verify step it has
     computed all before, when it drafted them, but the last draft, which may be the previous token
@@ -375,22 +375,18 @@ class DraftModel:
     aux_layers: tuple[int, ...] = ()
     operator: StepOperator | None = None
 
-    def __init__(self, decoder: Decoder, most_drafts: int) -> None:
-        self.decoder = decoder
-        self.most_drafts = most_drafts
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of its parameters as stored."""
-        return self.decoder.weight_bytes
-
-    def close(self) -> None:
-        """See `Drafter.close`."""
-        self.decoder.close()
+    def __init__(
+        self, config: DrafterConfig, target: Decoder, kernels: Kernels, group: LayerGroup
+    ) -> None:
+        """See `load_drafter`."""
+        plan, device = within_window(config.plan, group.window), target.device
+        sizes = target.dtype, device, [group], target.storage
+        super().__init__(config.model, kernels, *sizes, plan=plan)
+        self.most_drafts = config.most_drafts
 
     def follow(self, tokens: FollowedTokens, arena: torch.Tensor) -> None:
         """Store keys and values of the tokens."""
-        self.decoder(tokens.token_ids, arena, tokens.batch)
+        self(tokens.token_ids, arena, tokens.batch)
 
     def propose(
         self, tokens: FollowedTokens, newest: NewestTokens, arena: torch.Tensor, count: int
@@ -399,15 +395,15 @@ class DraftModel:
         if tokens.of_prompts:
             self.follow(tokens, arena)
         both_B2 = torch.stack((newest.previous_ids, newest.token_ids), dim=1)
-        hidden_TD = self.decoder(both_B2.flatten(), arena, newest.batch(-1, 2))
+        hidden_TD = self(both_B2.flatten(), arena, newest.batch(-1, 2))
         ids_B, probability_B = self._most_likely(hidden_TD[1::2])
         ids, probabilities = [ids_B], [probability_B]
         for place in range(1, count):
-            hidden_BD = self.decoder(ids_B, arena, newest.batch(place, 1))
+            hidden_BD = self(ids_B, arena, newest.batch(place, 1))
             ids_B, probability_B = self._most_likely(hidden_BD)
             ids.append(ids_B)
             probabilities.append(probability_B)
         return Drafts(torch.stack(ids, dim=1), torch.stack(probabilities, dim=1))
 
     def _most_likely(self, hidden_BD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return most_likely(self.decoder, self.decoder.logits(hidden_BD))
+        return most_likely(self, self.logits(hidden_BD))
