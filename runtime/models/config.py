@@ -456,11 +456,6 @@ class ModelConfig(DecoderConfig):
     group. All other fields describe the whole model. None: the plan is for the whole model."""
 
     def __post_init__(self) -> None:
-        if self.model_type not in FAMILIES:
-            names = ", ".join(map(repr, FAMILIES))
-            raise ConfigError(
-                f"model_type = {bounded_repr(self.model_type)} is not supported; supported: {names}"
-            )
         check_fields(self, ConfigError)
         if self.layer_heads and len(self.layer_heads) != self.num_layers:
             raise ConfigError(
@@ -483,35 +478,19 @@ class ModelConfig(DecoderConfig):
         self._check_token_ids()
 
     def _check_layers(self) -> None:
-        if self.layer_types and len(self.layer_types) != self.num_layers:
-            raise ConfigError(
-                f"layer_types lists {len(self.layer_types)} layers, num_layers = {self.num_layers}"
-            )
         if "sliding_attention" in self.layer_types and self.sliding_window is None:
             raise ConfigError(
                 "layer_types has 'sliding_attention', but sliding_window is not in use: it must be"
                 " at least 1"
             )
-        if (self.latent is not None) != self.family.latent:
-            raise ConfigError(f"latent = {self.latent} contradicts model_type {self.model_type!r}")
         if self.conv_layers and self.conv_taps < 1:
             raise ConfigError(f"conv_taps = {self.conv_taps} must be at least 1")
         if len(self.conv_layers) == self.num_layers:
             raise ConfigError("layer_types lists convolutions only; one with attention is needed")
-        if self.experts is not None and self.family.experts is None:
-            raise ConfigError(f"experts contradict model_type {self.model_type!r}")
         if self.experts is not None and self.mlp_bias:
             raise ConfigError("mlp_bias is set, which models with experts cannot have here")
         if (temperature := self.temperature) is not None and temperature.floor < 1:
             raise ConfigError(f"floor_scale = {temperature.floor} must be at least 1")
-        if self.latent is not None:
-            if self.layer_types:
-                raise ConfigError("layer_types must be empty with latent attention")
-            if (self.num_kv_heads, self.head_dim) != (1, self.latent.cached_dim):
-                raise ConfigError(
-                    f"num_kv_heads = {self.num_kv_heads} and head_dim = {self.head_dim} must be 1 "
-                    f"and {self.latent.cached_dim}, those of the cached vector"
-                )
 
     def _check_token_ids(self) -> None:
         token_ids = self.eos_token_ids

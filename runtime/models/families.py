@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -195,6 +195,14 @@ class ExpertLayout:
     def is_stacked(self) -> bool:
         """Whether all experts are one tensor."""
         return "{}" not in self.down
+
+    @staticmethod
+    def of_tensors(
+        mlp: str, router: str = "gate", names: Sequence[str] = ("gate_proj", "up_proj", "down_proj")
+    ) -> ExpertLayout:
+        """Return the layout of a mixture `mlp` with tensors of each expert: gate, up and down."""
+        *gate_up, down = (f"{mlp}.experts.{{}}.{name}.weight" for name in names)
+        return ExpertLayout(router=f"{mlp}.{router}", gate_up=tuple(gate_up), down=down)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -570,10 +578,7 @@ def _layers(config: Json, name: str) -> frozenset[int]:
     return frozenset(value)
 
 
-_BY_EXPERT = ExpertLayout(
-    gate_up=("mlp.experts.{}.gate_proj.weight", "mlp.experts.{}.up_proj.weight"),
-    down="mlp.experts.{}.down_proj.weight",
-)
+_BY_EXPERT = ExpertLayout.of_tensors("mlp")
 
 _STACKED = ExpertLayout()
 
@@ -581,14 +586,7 @@ _LOCAL_EXPERTS = {"num_experts": "num_local_experts", "moe_intermediate_size": "
 
 MIXTRAL = ExpertTraits(
     layouts=(
-        ExpertLayout(
-            router="block_sparse_moe.gate",
-            gate_up=(
-                "block_sparse_moe.experts.{}.w1.weight",
-                "block_sparse_moe.experts.{}.w3.weight",
-            ),
-            down="block_sparse_moe.experts.{}.w2.weight",
-        ),
+        ExpertLayout.of_tensors("block_sparse_moe", names=("w1", "w3", "w2")),
         _STACKED,
     ),
 )
@@ -609,7 +607,7 @@ GPT_OSS = ExpertTraits(
             interleaved=True,
         ),
         ExpertLayout(router="mlp.router", transposed=True, interleaved=True),
-        replace(_BY_EXPERT, router="mlp.router"),  # of GGUF files
+        ExpertLayout.of_tensors("mlp", "router"),  # of GGUF files
     ),
     router_bias=True,
     biases=True,
@@ -639,14 +637,7 @@ LLAMA4 = ExpertTraits(
             down="feed_forward.experts.down_proj",
             transposed=True,
         ),
-        ExpertLayout(  # of GGUF files
-            router="feed_forward.router",
-            gate_up=(
-                "feed_forward.experts.{}.gate_proj.weight",
-                "feed_forward.experts.{}.up_proj.weight",
-            ),
-            down="feed_forward.experts.{}.down_proj.weight",
-        ),
+        ExpertLayout.of_tensors("feed_forward", "router"),  # of GGUF files
     ),
     shared="feed_forward.shared_expert",
     scaled_inputs=True,

@@ -144,17 +144,6 @@ def test_the_fused_decode_step_is_refused() -> None:
     assert kernels_for(kernels, ordinary).make_decode_step is kernels.make_decode_step
 
 
-@pytest.mark.parametrize("stored", ["kv_dtype", "weight_dtype"])
-@pytest.mark.parametrize("variant", ["phi3_longrope", "llama_dynamic"])
-def test_stored_in_8_bits(open_engine: Open, tiny: Tiny, variant: str, stored: str) -> None:
-    """Root mean square, of logits that spread by 3, across the first context."""
-    (prompt,) = tiny(variant).prompts(33)
-    tokens, logits = generated(tiny(variant).directory, tuple(prompt), NEW)
-    engine = open_engine(variant, **{stored: "int8"}, **SMALL)
-    errors = engine.score([*prompt, *tokens[:-1]], len(prompt)) - logits
-    assert 0.0 < errors.square().mean().sqrt() < 0.6
-
-
 def test_compiled_steps(open_engine: Open, tiny: Tiny) -> None:
     model = tiny("phi3_longrope")
     engine = open_engine("phi3_longrope", **SMALL, mode="compile")

@@ -1,4 +1,4 @@
-"""Rotary positions: frequencies equal to those of transformers, and the rotation itself."""
+"""Rotary positions: frequencies are equal to those of transformers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stepgraph.runtime.kernels.ops.rotation import rotate
 from stepgraph.runtime.models.config import ModelConfig
 from stepgraph.runtime.models.decoder import FrequenciesByLength
 from stepgraph.runtime.models.plan import model_plan
@@ -63,19 +62,6 @@ def test_equal_to_transformers(data: st.DataObject) -> None:
     assert actual.shape == (head_dim // 2,)
     torch.testing.assert_close(actual, embedding.inv_freq, rtol=1e-5, atol=1e-12)
     assert config.rope(0).scaling.amplitude == pytest.approx(embedding.attention_scaling)
-
-
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_rotation_turns_pairs(interleaved: bool) -> None:
-    x = torch.randn(5, 3, 8)
-    angles = torch.rand(5, 4) * 6
-    even = (slice(0, None, 2), slice(1, None, 2))
-    first, second = even if interleaved else (slice(0, 4), slice(4, 8))
-    turned = torch.complex(x[..., first], x[..., second])
-    turned = turned * torch.polar(torch.ones(5, 1, 4), angles[:, None])
-    expected = torch.cat((turned.real, turned.imag), dim=-1)
-    actual = rotate(x, angles.cos(), angles.sin(), interleaved=interleaved)
-    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-6)
 
 
 @given(st.data())

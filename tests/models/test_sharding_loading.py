@@ -18,11 +18,6 @@ from stepgraph.runtime.models.plan import fused_layout, model_plan
 from stepgraph.runtime.models.presets import PRESETS
 
 from ..rigs.sharding_rig import (
-    RankSteps,
-    ThreadCollectives,
-    on_ranks,
-    plain_kernels,
-    rank_steps,
     stored_weights,
     tiny_config,
     write_checkpoint,
@@ -102,25 +97,6 @@ def test_a_rank_refuses_what_the_whole_model_refuses(tmp_path: Path) -> None:
             pytest.raises(CheckpointError, match=r"unexpected: model.layers.0.mlp.down_proj.bias"),
         ):
             check_tensors(reader, shard)
-
-
-def test_other_weights_in_the_place_of_those_of_a_rank(tmp_path: Path) -> None:
-    config = tiny_config("gpt_oss", 2)
-    directories = [tmp_path / "first", tmp_path / "second"]
-    for seed, directory in enumerate(directories):
-        directory.mkdir()
-        write_checkpoint(config, directory, seed)
-
-    def run(group: ThreadCollectives) -> torch.Tensor:
-        steps = rank_steps(config, directories[0], group)
-        own = dataclasses.replace(config, shard=(group.rank, 2))
-        steps.decoder.overwrite(stored_weights(own, directories[1]))
-        return steps.run().tokens
-
-    with torch.no_grad():
-        weights = stored_weights(config, directories[1])
-        expected = RankSteps(config, weights, plain_kernels()).run().tokens
-    assert all(torch.equal(tokens, expected) for tokens in on_ranks(2, run))
 
 
 def test_names_shapes_and_distribution() -> None:
