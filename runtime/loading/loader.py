@@ -28,7 +28,7 @@ from ..kernels.choice import Parts
 from ..kernels.ops.parameter import Parameter
 from ..kernels.ops.parameter import Source as TensorSource
 from ..kernels.support import int4_kernels
-from ..kernels.weights import INT4, MODEL, GroupedWeight, StoredRows, quantise_int4
+from ..kernels.weights import INT4, MODEL, GroupedWeight, StoredRows
 from ..models.config import DecoderConfig, ModelConfig
 from ..models.plan import fused_layout, plan_of
 from ..models.presets import preset
@@ -336,32 +336,6 @@ def _read_rows(
     return part
 
 
-def in_int4(
-    weights: Iterable[tuple[str, Tensor | Parts]],
-    codes: Container[str],
-    layout: Mapping[str, Parameter],
-) -> Iterator[tuple[str, Tensor | Parts]]:
-    """Yield weights, those in `codes` quantised, a part for each of the matrices in them.
-
-    Raises `CheckpointError` for a weight that cannot be.
-    """
-    for name, weight in weights:
-        if name in codes:
-            assert isinstance(weight, Tensor)
-            try:
-                matrices = weight.chunk(layout[name].matrices)
-                yield name, [quantise_int4(matrix) for matrix in matrices]
-            except ValueError as error:
-                sources = bounded_text(", ".join(layout[name].source_names), 300)
-                raise CheckpointError(
-                    f"{name} cannot be stored as int4: {error} (it is made of {sources}); look at"
-                    " the checkpoint, or use weight_dtype='auto'"
-                ) from error
-        else:
-            yield name, weight
-        del weight
-
-
 def _codes_bytes(kernels: Kernels, parts: Parts, matrices: int, dtype: torch.dtype) -> int | None:
     """Return the bytes of some stacked matrices of equal formats as codes; None: they cannot be."""
     each = len(parts) // matrices
@@ -516,19 +490,15 @@ class OpenedSource:
         are as in `random_weights`; stored weights are read to the CPU. Of a model of transformers,
         which loads its weights itself, only those parameters are returned.
         """
-        quantised = kernels is not None and kernels.weights == INT4
-        codes: Container[str] = () if kernels is None or quantised else kernels.codes
+        codes: Container[str] = ()
+        if kernels is not None and kernels.weights != INT4:
+            codes = kernels.codes
         if not isinstance(self.config, ModelConfig):
             assert self.reader is not None, "presets are native"
             return read_parameters(self.reader, self._parameters(codes), dtype, codes)
-        weights: Iterator[tuple[str, Tensor | Parts]]
         if self.reader is None:
-            weights = random_weights(self.config, dtype, seed, device=device)
-        else:
-            weights = iter_weights(self.reader, self.config, dtype, codes, progress=progress)
-        if kernels is None or not quantised:
-            return weights
-        return in_int4(weights, kernels.codes, fused_layout(self.config))
+            return random_weights(self.config, dtype, seed, device=device)
+        return iter_weights(self.reader, self.config, dtype, codes, progress=progress)
 
 
 def source_tokenizer(found: Source) -> TextTokenizer | None:

@@ -38,6 +38,7 @@ from ..kernels.ops.operation import (
     per_token,
 )
 from ..kernels.ops.parameter import Parameter
+from ..kernels.weights import quantise_int4
 from ..operation_scopes import operation
 from ..rope_lengths import UNLIMITED, RopeLengths
 from .config import DecoderConfig, ModelConfig
@@ -207,16 +208,16 @@ class StoredModule(nn.Module, ABC):
     def store(self, weights: Iterable[tuple[str, Tensor | Parts]]) -> None:
         """Store every weight, linear layers in the format of the kernels.
 
-        Weights in `Kernels.codes` are given as parts.
+        Weights in `Kernels.codes` are given as parts, or quantised to int4.
 
         Raises:
             CheckpointError: a weight to quantise holds NaN or infinity.
         """
-        memory = self._packed_memory()
+        memory, codes = self._packed_memory(), self.kernels.codes
         for name, weight in weights:
             packed = None
-            if memory is not None and not isinstance(weight, Tensor):
-                packed = memory.take(self.kernels.codes[name])
+            if memory is not None and name in codes:
+                packed = memory.take(codes[name])
             module, stored = self._as_stored(name, weight, packed)
             if isinstance(module, Projection) and "weight" in stored:
                 module.dtype = self.dtype
@@ -252,17 +253,19 @@ class StoredModule(nn.Module, ABC):
         """
         path, _, leaf = name.rpartition(".")
         module = self.holder(path)
-        own = module.dtype if isinstance(module, Vector) else None
-        if isinstance(weight, Tensor):
-            weight = weight.to(own or self.dtype)
-            if not isinstance(module, Projection) or leaf != "weight":
-                assert leaf in ("weight", "bias"), name
-                return module, {leaf: weight.to(self.device)}
-        assert isinstance(module, Projection)
-        packs = self.kernels.pack_parts is not None and not isinstance(weight, Tensor)
-        if packs and packed is None:
-            packed = torch.empty(self.kernels.codes[name], dtype=torch.uint8)
+        if not isinstance(module, Projection) or leaf != "weight":
+            assert leaf in ("weight", "bias"), name
+            assert isinstance(weight, Tensor), name
+            own = module.dtype if isinstance(module, Vector) else None
+            return module, {leaf: weight.to(own or self.dtype).to(self.device)}
+        size = self.kernels.codes.get(name)
+        if size is not None and packed is None and self.kernels.pack_parts is not None:
+            packed = torch.empty(size, dtype=torch.uint8)
         try:
+            if isinstance(weight, Tensor):
+                weight = weight.to(self.dtype)
+                if size is not None:
+                    weight = [quantise_int4(matrix) for matrix in weight.chunk(module.matrices)]
             return module, module.as_stored(weight, self.dtype, self.device, packed)
         except ValueError as error:
             raise CheckpointError(self._unfit(name, error)) from error

@@ -51,7 +51,7 @@ from ..kernels.triton.experts import triton_experts
 from ..kernels.triton.kernel_calls import CAPABILITY, INTERPRETED, KernelCall, record_kernel_calls
 from ..kernels.weights import INT4
 from ..loading.drafter_loading import new_drafter
-from ..loading.loader import Source, in_int4, resolve_source
+from ..loading.loader import Source, resolve_source
 from ..models.decoder import Decoder
 from ..models.plan import fused_layout, model_plan, plan_of
 from ..models.resolved_config import ResolvedConfig
@@ -291,7 +291,7 @@ def _functions(found: Source, config: ResolvedConfig, prefill_tokens: int) -> St
     if config.weights == INT4:
         kernels = int4_kernels(kernels, plan_of(model), config.dtype)
     decoder = Decoder(model, kernels, config.dtype, _META, groups, config.storage)
-    decoder.store(in_int4(_absent(weights).items(), kernels.codes, layout))
+    decoder.store(_absent(weights).items())
     state = RowState.of(config, model, len(groups), _META)
     inputs = dataclasses.replace(config, prefill_chunk=prefill_tokens)
     layouts = input_layouts(inputs, len(groups), model.hidden_size)
