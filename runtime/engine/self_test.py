@@ -147,6 +147,8 @@ def _passing(
     reference = dataclasses.replace(
         select_kernels(device, "eager", config.dtype, config.weights),
         collectives=kernels.collectives,
+        codes=kernels.codes,
+        formats=kernels.formats,
     )
     if on_cuda:  # torch.compile does not look into this operation
         reference = dataclasses.replace(reference, experts=opaque_experts)

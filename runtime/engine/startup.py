@@ -307,9 +307,12 @@ def planned_kernels(model: DecoderConfig, config: ResolvedConfig) -> Kernels:
 
 
 def checked_kernels(
-    model: DecoderConfig, config: ResolvedConfig, group: RankGroup | None
+    model: DecoderConfig, config: ResolvedConfig, group: RankGroup | None, planned: Kernels
 ) -> Kernels:
-    """Return the kernels of an engine, with plain PyTorch for gaps and failed self-tests."""
+    """Return the kernels of an engine, with plain PyTorch for gaps and failed self-tests.
+
+    `planned` names the weights that will be codes.
+    """
     kernels = select_kernels(
         config.device, config.mode, config.dtype, config.weights, config.kernels
     )
@@ -317,7 +320,12 @@ def checked_kernels(
         limit_threads(config.threads)
     if config.user.batch_invariant:
         kernels = batch_invariant_kernels(kernels)
-    kernels = dataclasses.replace(kernels, dependent_launch=config.user.dependent_launch)
+    kernels = dataclasses.replace(
+        kernels,
+        dependent_launch=config.user.dependent_launch,
+        codes=planned.codes,
+        formats=planned.formats,
+    )
     plan = plan_of(model)
     fitting = kernels_for(kernels, plan)
     gaps: tuple[Gap, ...] = ()
@@ -608,7 +616,7 @@ def start_parts(
         phases: list[Phase] = []
         log = partial(logged_phase, phases, device=resolved.device)
         with log("kernels"):
-            kernels = checked_kernels(found.config, resolved, group)
+            kernels = checked_kernels(found.config, resolved, group, expected)
         kernels = opened.kept_codes(kernels, resolved.dtype)
         found_drafter = _with_codes(found_drafter, kernels, resolved.dtype)
         if config.activation_dtype == "int8":

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Container, Iterator, Mapping, Sequence
+from itertools import cycle
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -18,7 +21,10 @@ from ...cache.arena import Arena
 from ...cache.spec import group_layers
 from ...graphs.buffers import StaticBuffers
 from ..kernels import Kernels
+from ..kernels.choice import Parts
 from ..kernels.ops.kv_storage import read_blocks, write_blocks
+from ..kernels.weights import GroupedWeight, StoredRows
+from ..kernels.weights.grouped import random_weight
 from ..models.config import ModelConfig
 from ..models.decoder import Decoder, layer_places
 from ..models.plan import fused_layout, model_plan
@@ -30,6 +36,9 @@ from .step_key import StepKey
 _POOL = 262_147
 """Number of random values; larger weights repeat them. A prime, so that the rows of a weight begin
 at different values."""
+
+_CODE_ROWS = 61
+"""Random rows of codes; larger weights repeat them. A prime, so that blocks of rows differ."""
 
 
 class SampleCase(NamedTuple):
@@ -68,15 +77,55 @@ def sample_config(model: ModelConfig, *, layers: int, vocabulary: int) -> ModelC
     )
 
 
+def sample_codes(
+    model: ModelConfig, kernels: Kernels, generator: torch.Generator
+) -> dict[str, list[StoredRows]]:
+    """Return random codes of the parameters that have codes in a layer of the model, by name.
+
+    Each has one of the formats of `kernels`, and a part for each of its matrices.
+    """
+
+    def of_any_layer(name: str) -> str:
+        return re.sub(r"^layers\.\d+", "layers", name)
+
+    def rows(example: GroupedWeight, n: int, at: int) -> StoredRows:
+        return StoredRows(
+            example.over(lambda numbers: numbers[:1].expand(n, -1).to("meta")),
+            lambda first, stop: example.over(
+                itemgetter(torch.arange(at + first, at + stop) % _CODE_ROWS)
+            ),
+        )
+
+    coded = {of_any_layer(name) for name in kernels.codes}
+    parameters = [p for name, p in fused_layout(model).items() if of_any_layer(name) in coded]
+    codes = {}
+    for parameter, form in zip(parameters, cycle(kernels.formats), strict=False):
+        example = random_weight(form, _CODE_ROWS, parameter.shape[1], generator)
+        n = parameter.shape[0] // parameter.matrices
+        codes[parameter.name] = [rows(example, n, at) for at in range(parameter.matrices)]
+    return codes
+
+
 def sample_weights(
-    model: ModelConfig, dtype: torch.dtype, device: torch.device, generator: torch.Generator
-) -> Iterator[tuple[str, torch.Tensor]]:
+    model: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    generator: torch.Generator,
+    codes: Mapping[str, Sequence[StoredRows]],
+    kept: Container[str],
+) -> Iterator[tuple[str, torch.Tensor | Parts]]:
     """Yield random weights under the names of `fused_layout`, on the device.
 
-    Linear layers keep the scale of their inputs; norms and biases are not neutral.
+    Linear layers keep the scale of their inputs; norms and biases are not neutral. Weights of which
+    there are `codes` are decoded, except those to be `kept`.
     """
     pool = torch.randn(_POOL, generator=generator).to(device=device, dtype=dtype)
     for name, fused in fused_layout(model).items():
+        if name in codes:
+            parts = codes[name]
+            decoded = (part.rows(0, part.shape[0]).decode() for part in parts)
+            yield name, parts if name in kept else torch.cat(list(decoded))
+            continue
         count = math.prod(fused.shape)
         flat = pool.repeat(-(-count // _POOL))[:count] if count > _POOL else pool[:count].clone()
         if name.endswith("norm.weight"):
@@ -104,9 +153,13 @@ class SampleSteps:
         self._block_size, self._storage = size, config.storage
         self._seed = seed
         self.groups = group_layers(model_plan(model).states)
-        self.model = Decoder(model, kernels, config.dtype, device, self.groups, config.storage)
         generator = torch.Generator().manual_seed(seed)
-        self.model.store(sample_weights(model, config.dtype, device, generator))
+        codes = sample_codes(model, kernels, generator)
+        sizes = {name: kernels.parts_bytes(part[:1], config.dtype) for name, part in codes.items()}
+        kept = {name: size * len(codes[name]) for name, size in sizes.items() if size is not None}
+        kernels = dataclasses.replace(kernels, codes=kept)
+        self.model = Decoder(model, kernels, config.dtype, device, self.groups, config.storage)
+        self.model.store(sample_weights(model, config.dtype, device, generator, codes, kept))
         blocks = max(sum(-(-sum(chunk) // size) for chunk in case.chunks) for case in cases)
         count = 2 + blocks * len(self.groups)  # the null block first, a block of NaN last
         arena = Arena(self.groups, count, size, config.dtype, device, config.storage)

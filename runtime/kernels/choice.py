@@ -13,6 +13,7 @@ from .cpu.build import KernelLibrary
 from .ops.collectives import Collectives
 from .result_check import Fallback
 from .weights import MODEL, GroupedWeight, StoredRows, WeightStorage
+from .weights.grouped import GroupedFormat
 
 SamplerName = Literal["torch", "cpu", "triton"]
 Parts = Sequence[Tensor | GroupedWeight | StoredRows]
@@ -67,6 +68,8 @@ class Kernels:
     are decoded."""
     codes: Mapping[str, int] = field(default_factory=dict)
     """Bytes of the parameters, by name, that stay in the codes of their checkpoint."""
+    formats: tuple[GroupedFormat, ...] = ()
+    """The formats of these codes."""
     fallbacks: tuple[Fallback, ...] = ()
     """Native operations that plain PyTorch replaces, and dependent launch if it was disabled."""
     dependent_launch: bool = True

@@ -17,6 +17,7 @@ from .ops.packed_parts import int8_inputs, pack_parts_into
 from .ops.stack import stack_obstacle
 from .triton.fusion import fusion_obstacle
 from .weights import FP8, WeightStorage, quantise_int4
+from .weights.grouped import GroupedFormat
 
 KernelChoice = Literal["native", "torch"]
 """`native`: the C++ operators on a CPU, the Triton kernels on CUDA. `torch`: plain PyTorch around
@@ -82,21 +83,24 @@ def int4_kernels(kernels: Kernels, plan: ModelPlan, dtype: torch.dtype) -> Kerne
     Raises:
         ConfigError: they take none.
     """
-    codes = {}
+    codes: dict[str, int] = {}
+    formats: tuple[GroupedFormat, ...] = ()
     for parameter in plan.parameters():
         if parameter.is_matrix and parameter not in (plan.embedding, plan.head.weight):
             rows, columns = parameter.shape
             matrix = torch.empty(rows // parameter.matrices, columns, device="meta")
-            size = kernels.parts_bytes([quantise_int4(matrix)], dtype)
+            part = quantise_int4(matrix)
+            size = kernels.parts_bytes([part], dtype)
             if size is not None:
                 codes[parameter.name] = size * parameter.matrices
+                formats = (part.format,)
     if not codes:
         raise ConfigError(
             f"weight_dtype='int4': kernels={kernels.name!r} do not multiply by 4-bit codes; use"
             " kernels='native', or weight_dtype='int8'",
             field="weight_dtype",
         )
-    return replace(kernels, codes=codes)
+    return replace(kernels, codes=codes, formats=formats)
 
 
 def int8_input_kernels(kernels: Kernels) -> Kernels:

@@ -29,6 +29,7 @@ from ..kernels.ops.parameter import Parameter
 from ..kernels.ops.parameter import Source as TensorSource
 from ..kernels.support import int4_kernels
 from ..kernels.weights import INT4, MODEL, GroupedWeight, StoredRows
+from ..kernels.weights.grouped import GroupedFormat
 from ..models.config import DecoderConfig, ModelConfig
 from ..models.plan import fused_layout, plan_of
 from ..models.presets import preset
@@ -428,6 +429,7 @@ class OpenedSource:
                 if all(_is_stored(source, headers) for source in parameter.sources)
             }
         codes, decoded = {}, set[str]()
+        forms: dict[GroupedFormat, None] = {}  # a set in the order of the layout, on all ranks
         for name, parameter in layout.items():
             stored = {headers[source].dtype for source in parameter.source_names}
             if parameter.is_matrix and not stored.isdisjoint(formats):
@@ -437,6 +439,7 @@ class OpenedSource:
                     decoded |= stored
                 else:
                     codes[name] = size
+                    forms |= {p.format: None for p in parts if isinstance(p, GroupedWeight)}
         place = f"kernels={kernels.name!r}"
         if not native:
             kept = (source for name in codes for source in layout[name].source_names)
@@ -448,7 +451,7 @@ class OpenedSource:
                 " they were not quantised: %s does not multiply by their codes",
                 *(", ".join(sorted(decoded)), place),
             )
-        return dataclasses.replace(kernels, codes=codes)
+        return dataclasses.replace(kernels, codes=codes, formats=tuple(forms))
 
     def for_transformers(
         self, dtype: torch.dtype, codes: Container[str] = ()

@@ -12,7 +12,11 @@ from stepgraph.runtime import EngineConfig, KernelSelfTestError, SamplingParams
 from stepgraph.runtime.engine.self_test import check_kernels
 from stepgraph.runtime.execution.sample_steps import sample_config
 from stepgraph.runtime.kernels import DecoderStack, Experts, Kernels, have_compiler, select_kernels
+from stepgraph.runtime.kernels.choice import Parts
+from stepgraph.runtime.kernels.ops.packed_parts import pack_parts_into
 from stepgraph.runtime.kernels.result_check import disagreement
+from stepgraph.runtime.kernels.support import int4_kernels
+from stepgraph.runtime.kernels.weights.grouped import GroupedFormat, ScaleFormat, integers
 from stepgraph.runtime.models import resolved_config
 from stepgraph.runtime.models.config import ModelConfig
 from stepgraph.runtime.models.plan import model_plan
@@ -50,6 +54,23 @@ def test_right_operators_pass(variant: str, settings: dict[str, Any]) -> None:
     kernels, model, config = chosen(variant, **settings)
     for _ in range(2):  # inputs are others each time
         assert check_kernels(kernels, model, config, required=True) is kernels
+
+
+@pytest.mark.parametrize("variant", ["base", "qwen3_moe"])
+def test_products_over_codes_are_tested(variant: str) -> None:
+    kernels, model, config = chosen(variant, weight_dtype="int4", dtype="bfloat16")
+    kernels = int4_kernels(kernels, model_plan(model), config.dtype)
+    in_6_bits = GroupedFormat(integers(6, 32), 16, ScaleFormat(torch.float16, torch.int8, 16))
+    kernels = dataclasses.replace(kernels, formats=(*kernels.formats, in_6_bits))
+    assert check_kernels(kernels, model, config, required=True) is kernels
+
+    def wrong(parts: Parts, dtype: torch.dtype, packed: torch.Tensor) -> None:
+        pack_parts_into(parts, dtype, packed)
+        packed[len(packed) // 2 :] = 0
+
+    kernels = dataclasses.replace(kernels, pack_parts=wrong)
+    with pytest.raises(KernelSelfTestError):
+        check_kernels(kernels, model, config, required=True)
 
 
 def test_samples_have_layers_with_and_without_experts() -> None:

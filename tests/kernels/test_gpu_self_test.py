@@ -12,7 +12,10 @@ from stepgraph.graphs.steps import Capture
 from stepgraph.runtime import EngineConfig, KernelSelfTestError
 from stepgraph.runtime.engine.self_test import check_kernels, dependent_launch_failure
 from stepgraph.runtime.kernels import Kernels, reference_paged_attention, select_kernels
+from stepgraph.runtime.kernels.support import int4_kernels
+from stepgraph.runtime.kernels.weights import INT4
 from stepgraph.runtime.models.config import ModelConfig
+from stepgraph.runtime.models.plan import model_plan
 from stepgraph.runtime.models.resolved_config import ResolvedConfig
 
 pytest.importorskip("triton")
@@ -53,6 +56,7 @@ def kernels_of(config: ResolvedConfig, **operations: Callable[..., Any]) -> Kern
     [
         ("base", {}),
         ("base", {"kv_dtype": "int8", "weight_dtype": "int8"}),
+        ("base", {"weight_dtype": "int4"}),
         pytest.param("gemma2", {"dtype": "bfloat16", "max_num_seqs": 3}, marks=pytest.mark.slow),
         pytest.param("qwen3_moe", {"dtype": "bfloat16", "max_num_seqs": 5}, marks=pytest.mark.slow),
         pytest.param("base", {"kv_dtype": "fp8", "weight_dtype": "fp8"}, marks=pytest.mark.slow),
@@ -61,6 +65,8 @@ def kernels_of(config: ResolvedConfig, **operations: Callable[..., Any]) -> Kern
 def test_right_kernels_pass(variant: str, settings: dict[str, Any]) -> None:
     model, config = resolved(variant, **settings)
     kernels = kernels_of(config)
+    if config.weights == INT4:
+        kernels = int4_kernels(kernels, model_plan(model), config.dtype)
     assert check_kernels(kernels, model, config, required=True) is kernels
 
 

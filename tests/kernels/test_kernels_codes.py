@@ -37,6 +37,7 @@ from stepgraph.runtime.kernels.weights.grouped import (
     ScaleFormat,
     Scales,
     integers,
+    random_weight,
 )
 from torch import Tensor
 
@@ -78,32 +79,6 @@ STORAGES = ("model", "int8", *FORMATS)
 """Forms of a packed weight: numbers of the model, int8 with scales beside it, and codes."""
 # N, K: whole blocks and groups, less than one, odd K, a last group that is shorter
 SHAPES = [(64, 512), (96, 1056), (7, 3), (33, 65), (1, 200), (100, 1025)]
-
-
-def random_scales(
-    form: ScaleFormat, n: int, groups: int, size: float, rng: torch.Generator
-) -> Scales:
-    outer = (0.5 + torch.rand(n, -(-groups // form.run), generator=rng)) * size
-    if form.inner is None:
-        return Scales(outer.to(form.outer))
-    inner = torch.randint(1, 64, (n, groups), generator=rng).to(form.inner)
-    return Scales((outer / 32).to(form.outer), inner, form.run)
-
-
-def random_weight(form: GroupedFormat, n: int, k: int, seed: int = 0) -> GroupedWeight:
-    """Numbers of about the size `k ** -0.5`."""
-    rng, size = torch.Generator().manual_seed(seed), k**-0.5
-    largest = max(abs(level) for level in form.levels.values if level == level)
-    finite = torch.tensor([i for i, level in enumerate(form.levels.values) if level == level])
-    codes = finite[torch.randint(len(finite), (n, k), generator=rng)].to(torch.uint8)
-    groups = -(-k // form.group)
-    scales = random_scales(form.scales, n, groups, 2 * size / largest, rng)
-    minimums = None
-    if form.minimums is not None:
-        minimums = random_scales(form.minimums, n, groups, size, rng)
-    weight = GroupedWeight(form.levels, codes, form.group, scales, minimums)
-    assert weight.format == form
-    return weight
 
 
 def numbers(part: Tensor | GroupedWeight) -> Tensor:
@@ -349,7 +324,7 @@ def pack_matrices(
     form: GroupedFormat, matrices: int, n: int, k: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Random matrices of one format: their numbers and their packed codes, one after another."""
-    weights = [random_weight(form, n, k, seed) for seed in range(matrices)]
+    weights = [random_weight(form, n, k) for _ in range(matrices)]
     packed = [pack_parts([weight], dtype) for weight in weights]
     return torch.cat([weight.decode() for weight in weights]), torch.cat(packed)
 

@@ -234,6 +234,33 @@ class GroupedWeight:
         return numbers
 
 
+def random_weight(
+    form: GroupedFormat, n: int, k: int, generator: torch.Generator | None = None
+) -> GroupedWeight:
+    """Return a weight `[n, k]` in a format, with numbers of about the size `k ** -0.5`.
+
+    `generator` is of the CPU; None: torch's own.
+    """
+    levels = form.levels.table()
+    valid = levels.isfinite().nonzero()[:, 0]  # float8 has codes of NaN
+    codes = valid[torch.randint(len(valid), (n, k), generator=generator)].to(torch.uint8)
+    groups = -(-k // form.group)
+
+    def scales(dtypes: ScaleFormat, size: float) -> Scales:
+        def around(count: int, mean: float) -> Tensor:
+            return mean * (0.5 + torch.rand(n, count, generator=generator))
+
+        if dtypes.inner is None:
+            return Scales(around(groups, size).to(dtypes.outer))
+        outer = around(-(-groups // dtypes.run), size / 16)
+        return Scales(outer.to(dtypes.outer), around(groups, 16).to(dtypes.inner), dtypes.run)
+
+    scale = k**-0.5 / float(levels[valid].square().mean().sqrt())
+    middle = scale * float(levels[valid].mean())
+    minimums = None if form.minimums is None else scales(form.minimums, middle)
+    return GroupedWeight(form.levels, codes, form.group, scales(form.scales, scale), minimums)
+
+
 class StoredRows(NamedTuple):
     """A matrix as codes in groups whose rows are read one piece after the other."""
 
