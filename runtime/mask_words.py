@@ -9,11 +9,11 @@ import numpy as np
 import numpy.typing as npt
 
 MASK_BITS: Final = 32
-"""Tokens of a word, as in `kernels/ops/token_masks.py`."""
+"""Tokens of a word of a mask: bit i % 32 of word i // 32 is set if token i may be sampled."""
 
 
 class MaskWords:
-    """The words of a mask: bit i % 32 of word i // 32 is set if token i may be sampled.
+    """The words of a mask.
 
     A memoryview reads and writes elements several times faster than an array.
     """

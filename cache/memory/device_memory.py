@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
@@ -76,52 +76,55 @@ def resident_bytes(device: torch.device) -> int:
     return int(psutil.Process().memory_info().rss)
 
 
-def cgroup_headroom(membership: str, root: Path) -> int | None:
-    """Bytes that the control groups of a process let it allocate; None without a limit.
+def control_groups(membership: str, root: Path, controller: str) -> Iterator[tuple[bool, Path]]:
+    """Yield the folders of the control groups of a process, and whether each is of version 2.
 
-    A limit applies to all groups below it, so the result is the minimum headroom from the process's
-    group up to the root. Inactive file pages are reclaimed under pressure and do not count as used
-    (`inactive_file`; Linux, admin-guide/cgroup-v2 and cgroup-v1/memory). Above `memory.high` of
-    version 2 the kernel throttles a process, so that is a limit too. Files that cannot be read or
-    do not contain a number are ignored.
+    From the process's group up to the root: a limit applies to all groups below it. In a container
+    the group may be the host's and not exist; its own group is the mount.
 
     Args:
         membership: contents of `/proc/self/cgroup`: lines `id:controllers:path`.
         root: mount point of the control groups, `/sys/fs/cgroup`.
+        controller: such as `memory`.
     """
-    headrooms: list[int] = []
-    mounts: tuple[Path, ...]
-    limits: tuple[str, ...]
     for line in membership.splitlines():
         _, controllers, path = line.split(":", 2)
-        if controllers == "":  # version 2, one hierarchy for all controllers
-            mounts, limits = (root, root / "unified"), ("memory.max", "memory.high")
-            usage, reclaimable = "memory.current", "inactive_file"
-        elif "memory" in controllers.split(","):
-            mounts, limits = (root / "memory",), ("memory.limit_in_bytes",)
-            usage, reclaimable = "memory.usage_in_bytes", "total_inactive_file"
+        if not controllers:  # version 2, one hierarchy for all controllers
+            mounts = [root, root / "unified"]
         else:
-            continue
+            mounts = [root / controller] if controller in controllers.split(",") else []
         for mount in mounts:
-            headrooms.extend(_headrooms(mount, path, limits, usage, reclaimable))
-    return min(headrooms, default=None)
+            group = mount / path.lstrip("/")
+            for folder in (group, *group.parents):
+                yield not controllers, folder
+                if folder == mount:
+                    break
 
 
-def _headrooms(
-    mount: Path, path: str, limit_names: Sequence[str], usage_name: str, reclaimable_name: str
-) -> Iterator[int]:
-    """Headroom of each group with a limit, from `path` up to the mount."""
-    # In a container the path may be the host's and not exist; its own group is the mount.
-    group = mount / path.lstrip("/")
-    for directory in (group, *group.parents):
-        for limit_name in limit_names:
+_FILES = {
+    False: (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"),
+    True: (("memory.max", "memory.high"), "memory.current", "inactive_file"),
+}
+"""Of version 1 and of version 2: files of limits and of usage, and the field of inactive pages."""
+
+
+def cgroup_headroom(membership: str, root: Path) -> int | None:
+    """Bytes that the control groups of a process let it allocate; None without a limit.
+
+    Inactive file pages are reclaimed under pressure and do not count as used
+    (`inactive_file`; Linux, admin-guide/cgroup-v2 and cgroup-v1/memory). Above `memory.high` of
+    version 2 the kernel throttles a process, so that is a limit too. Files that cannot be read or
+    do not contain a number are ignored. Arguments are as for `control_groups`.
+    """
+    headrooms: list[int] = []
+    for is_version_2, group in control_groups(membership, root, "memory"):
+        limits, usage, reclaimable = _FILES[is_version_2]
+        for limit in limits:
             # OSError: no such group, or it cannot be read. ValueError: "max", or no number.
             with contextlib.suppress(OSError, ValueError):
-                limit = int((directory / limit_name).read_text())
-                usage = int((directory / usage_name).read_text())
-                yield max(0, limit - usage + _reclaimable(directory, reclaimable_name))
-        if directory == mount:
-            return
+                unused = int((group / limit).read_text()) - int((group / usage).read_text())
+                headrooms.append(max(0, unused + _reclaimable(group, reclaimable)))
+    return min(headrooms, default=None)
 
 
 def _reclaimable(directory: Path, name: str) -> int:

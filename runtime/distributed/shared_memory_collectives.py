@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..errors import RankError
 from ..kernels import load_cpu_ops
-from ..kernels.cpu.collectives import LINE_BYTES, all_reduce, gather_columns, region_bytes
+from ..kernels.cpu.collectives import LINE_BYTES
 from ..kernels.ops.collectives import CollectiveFailure
 
 _LARGEST_PART = 1 << 20
@@ -70,8 +70,9 @@ class SharedMemoryCollectives:
 
         Its tensors have rows of `row_bytes` and at most `most_bytes`.
         """
-        most = min(max(most_bytes, _SMALLEST_PART), _LARGEST_PART)
-        return LINE_BYTES + region_bytes(ranks, max(row_bytes, most))
+        most = max(row_bytes, min(max(most_bytes, _SMALLEST_PART), _LARGEST_PART))
+        part = -(-most // LINE_BYTES) * LINE_BYTES
+        return LINE_BYTES + ranks * (LINE_BYTES + 2 * part)
 
     def set_timeout(self, seconds: float) -> None:
         """Let operations wait for another rank as long from now on."""
@@ -100,11 +101,11 @@ class SharedMemoryCollectives:
     def all_reduce(self, x_BF: Tensor) -> Tensor:
         """See `Collectives.all_reduce`; for float32, bfloat16 and float16, also inside compiled
         code. Raises RankError."""
-        return self._run(all_reduce, x_BF)
+        return self._run(torch.ops.stepgraph.all_reduce.default, x_BF)
 
     def gather(self, x_BF: Tensor, sizes: Sequence[int]) -> Tensor:
         """See `Collectives.gather`; also inside compiled code. Raises RankError."""
-        return self._run(gather_columns, x_BF, sizes)
+        return self._run(torch.ops.stepgraph.gather_columns.default, x_BF, list(sizes))
 
     def _run(self, operation: Callable[..., Tensor], *arguments: object) -> Tensor:
         if torch.compiler.is_compiling():

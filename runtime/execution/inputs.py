@@ -27,7 +27,7 @@ import torch
 
 from ...graphs.buffers import StaticBuffers, TensorSpec
 from ...profiling import ranges
-from ..kernels.ops.token_masks import MASK_BITS
+from ..mask_words import MASK_BITS
 from ..models.config import DecoderConfig
 from ..models.plan import plan_of
 from ..models.resolved_config import ResolvedConfig

@@ -11,8 +11,7 @@ import numpy as np
 
 from ..bounded_repr import bounded_text
 from ..errors import StructuredOutputError
-from ..kernels.ops.token_masks import MASK_BITS
-from ..mask_words import MaskWords
+from ..mask_words import MASK_BITS, MaskWords
 from ..request import OutputMatcher, Request
 
 if TYPE_CHECKING:

@@ -9,10 +9,7 @@ Shape suffixes: B rows, F features.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
-from torch import Tensor
 
 LINE_BYTES = 128
 """`Communicator::kAlignment`: of a rank's line, and what parts are rounded up to."""
@@ -35,21 +32,3 @@ torch.library.register_fake(
     "stepgraph::gather_columns",
     lambda x_BF, sizes, communicator: x_BF.new_empty(x_BF.shape[0], sum(sizes)),
 )
-
-
-def region_bytes(ranks: int, part_bytes: int) -> int:
-    """Return the bytes of shared memory for parts of up to `part_bytes` bytes."""
-    part = -(-part_bytes // LINE_BYTES) * LINE_BYTES
-    return ranks * (LINE_BYTES + 2 * part)
-
-
-def all_reduce(x: Tensor, communicator: Tensor) -> Tensor:
-    """See `Collectives.all_reduce`. Raises RuntimeError if another rank does not take part."""
-    out: Tensor = torch.ops.stepgraph.all_reduce.default(x, communicator)
-    return out
-
-
-def gather_columns(x_BF: Tensor, sizes: Sequence[int], communicator: Tensor) -> Tensor:
-    """See `Collectives.gather`. Raises RuntimeError if another rank does not take part."""
-    out: Tensor = torch.ops.stepgraph.gather_columns.default(x_BF, list(sizes), communicator)
-    return out

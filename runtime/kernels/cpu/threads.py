@@ -9,6 +9,8 @@ from pathlib import Path
 import psutil
 import torch
 
+from ....cache.memory.device_memory import control_groups
+
 _CGROUP = Path("/sys/fs/cgroup")
 _GROUPS = Path("/proc/self/cgroup")
 _TOPOLOGY = "/sys/devices/system/cpu/cpu{}/topology/{}"
@@ -95,36 +97,18 @@ def affine_cores() -> list[list[int]]:
 
 def _cgroup_quota() -> float | None:
     """CPUs that the cgroup of this process, or one around it, is limited to; None without limit."""
-    quotas = []
     try:
-        lines = _GROUPS.read_text().splitlines()
+        membership = _GROUPS.read_text()
     except OSError:
         return None
-    for line in lines:
-        _, controllers, place = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        root = _CGROUP if not controllers else _CGROUP / "cpu"
-        folder = root / place.lstrip("/")
-        # In a container the root of the hierarchy is often the container's own group.
-        for group in (folder, *folder.parents):
-            quota = _quota_of(group)
-            if quota is not None:
-                quotas.append(quota)
-            if group == root:
-                break
-    return min(quotas, default=None)
+    quotas = (_quota_of(*group) for group in control_groups(membership, _CGROUP, "cpu"))
+    return min(filter(None, quotas), default=None)
 
 
-def _quota_of(group: Path) -> float | None:
+def _quota_of(is_version_2: bool, group: Path) -> float | None:
+    names = ["cpu.max"] if is_version_2 else ["cpu.cfs_quota_us", "cpu.cfs_period_us"]
     try:
-        if (group / "cpu.max").exists():
-            quota, period = (group / "cpu.max").read_text().split()
-        else:
-            quota = (group / "cpu.cfs_quota_us").read_text().strip()
-            period = (group / "cpu.cfs_period_us").read_text().strip()
-        if quota in ("max", "-1"):
-            return None
-        return int(quota) / int(period)
+        quota, period = " ".join((group / name).read_text() for name in names).split()
+        return None if quota in ("max", "-1") else int(quota) / int(period)
     except (OSError, ValueError, ZeroDivisionError):
         return None

@@ -6,8 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-MASK_BITS = 32
-"""Tokens of a word of a mask: bit i % 32 of word i // 32 is set if token i may be sampled."""
+from ...mask_words import MASK_BITS
 
 
 class LaneMasks(NamedTuple):

@@ -12,8 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...mask_words import MASK_BITS
 from ..ops.batch import NON_FINITE, Feedback
-from ..ops.token_masks import MASK_BITS, LaneMasks
+from ..ops.token_masks import LaneMasks
 from .kernel_calls import call_kernel, let_dependents_start, wait_for_inputs
 from .sampler_kernels import chunk_statistics, finish_rows, masked_chunk
 
