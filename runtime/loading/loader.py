@@ -377,11 +377,7 @@ def random_weights(
         for part in tensor.view(-1).split(len(pool)):
             part.copy_(pool[: len(part)])
         if fused.cut is not None:
-            rows, columns = fused.cut.rows, fused.cut.columns
-            tensor = torch.cat([tensor[r.start : r.stop] for r in rows])
-            if columns is not None:
-                tensor = tensor[:, columns.start : columns.stop].contiguous()
-            tensor = tensor.view(fused.shape)
+            tensor = fused.cut.part_of(tensor).view(fused.shape)
         for source, part in fused.parts(tensor):
             if source.name is None:
                 part.zero_()

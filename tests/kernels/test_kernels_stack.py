@@ -15,23 +15,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from stepgraph.cache.arena import Storage
-from stepgraph.cache.spec import group_layers
 from stepgraph.runtime import kernels
-from stepgraph.runtime.kernels import RaggedBatch, select_kernels
+from stepgraph.runtime.kernels import RaggedBatch
 from stepgraph.runtime.kernels.ops.attention import Attend
 from stepgraph.runtime.kernels.ops.layer_plan import LayerPlan, ModelPlan
 from stepgraph.runtime.kernels.ops.stack import stack_obstacle
 from stepgraph.runtime.kernels.weights import INT8, MODEL, WeightStorage
-from stepgraph.runtime.loading.checkpoint import read_config
 from stepgraph.runtime.loading.loader import random_weights
 from stepgraph.runtime.models.config import ModelConfig
-from stepgraph.runtime.models.decoder import Decoder
 from stepgraph.runtime.models.plan import model_plan
 from stepgraph.runtime.models.presets import preset
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..rigs.stack_plans import PlanRig, plans
-from ..rigs.stack_rig import CHUNKS, CPU, LENGTH, ROWS, Rig, assert_agrees
+from ..rigs.stack_rig import CHUNKS, LENGTH, ROWS, Rig, assert_agrees
 from ..rigs.thread_rig import kernel_threads, other_threads, starved
 from ..rigs.tiny_models import Tiny
 
@@ -291,15 +288,6 @@ def test_compiles_without_breaks_for_any_number_of_tokens() -> None:
     (graph,) = graphs
     calls = [str(n.target) for n in graph.graph.nodes if "stepgraph" in str(n.target)]
     assert calls == ["stepgraph.rotations.default", "stepgraph.decoder_stack.default"]
-
-
-def test_latent_attention_and_other_dtypes_stay_with_the_modules(tiny: Tiny) -> None:
-    for variant, dtype in (("deepseek_v3", torch.float32), ("base", torch.float16)):
-        config = read_config(tiny(variant).directory)
-        groups = group_layers(model_plan(config).states)
-        decoder = Decoder(config, select_kernels(CPU, "compile", dtype), dtype, CPU, groups)
-        decoder.store(random_weights(config, dtype))
-        assert decoder.stack is None
 
 
 def test_traits_that_the_stack_does_not_list_are_unsupported() -> None:

@@ -21,14 +21,9 @@ def part_of(parameter: Parameter, whole: Tensor) -> Tensor:
     """The values of a rank's parameter, of those of the whole model."""
     if parameter.sources[0].name is None:
         return torch.zeros_like(whole)
-    cut = parameter.cut
-    if cut is None:
+    if parameter.cut is None:
         return whole
-    stacked = whole.reshape(cut.whole)
-    rows = torch.cat([stacked[part.start : part.stop] for part in cut.rows])
-    if cut.columns is not None:
-        rows = rows[:, cut.columns.start : cut.columns.stop]
-    return rows.reshape(parameter.shape).contiguous()
+    return parameter.cut.part_of(whole.reshape(parameter.cut.whole)).reshape(parameter.shape)
 
 
 def rank_kv_heads(plan: ModelPlan, rank: int, ranks: int) -> slice:

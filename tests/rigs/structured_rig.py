@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Sequence
 from functools import lru_cache
@@ -23,7 +22,6 @@ from transformers import PreTrainedModel
 
 from .engine_rig import run
 
-SPACING = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 PERSON: dict[str, Any] = {
     "type": "object",
     "properties": {
@@ -100,12 +98,17 @@ BYTES = LLTokenizer("byte")
 DEMO = Path(__file__).resolve().parents[2] / "runtime" / "demo"
 
 
-def byte_matcher(kind: str, source: str) -> LLMatcher:
-    """Return a matcher of bytes. Raises `ValueError` for a grammar that is refused."""
-    matcher = LLMatcher(BYTES, grammar_text(kind, source), log_level=0)
+def byte_matcher(kind: str, source: str, tokenizer: LLTokenizer = BYTES) -> LLMatcher:
+    """Return a matcher, of bytes by default. Raises `ValueError` for a grammar that is refused."""
+    matcher = LLMatcher(tokenizer, grammar_text(kind, source), log_level=0)
     if matcher.is_error():
         raise ValueError(matcher.get_error())
     return matcher
+
+
+def matcher_of(tokenizer: LLTokenizer, structured: dict[str, Any]) -> LLMatcher:
+    given = StructuredOutput.of(structured)
+    return byte_matcher(given.kind, given.source, tokenizer)
 
 
 def accepts(matcher: LLMatcher, text: str) -> bool:
@@ -142,23 +145,6 @@ def bits_of(mask: MaskWords) -> npt.NDArray[np.uint8]:
 def ll_tokenizer(directory: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> LLTokenizer:
     text = (directory / "tokenizer.json").read_text()
     return LLTokenizer(text, n_vocab=vocab_size, eos_token=list(eos_token_ids))
-
-
-def matcher_of(tokenizer: LLTokenizer, structured: dict[str, Any]) -> LLMatcher:
-    given = StructuredOutput.of(structured)
-    if given.kind == "json":
-        grammar = LLMatcher.grammar_from_json_schema(given.source, defaults=SPACING)
-    elif given.kind == "regex":
-        grammar = LLMatcher.grammar_from_regex(given.source)
-    elif given.kind == "choice":
-        texts = [json.dumps(text, ensure_ascii=False) for text in json.loads(given.source)]
-        grammar = LLMatcher.grammar_from_lark("start: " + " | ".join(texts))
-    else:
-        source = given.source.replace("root ::=", "start:").replace("root", "start")
-        grammar = LLMatcher.grammar_from_lark(source)
-    matcher = LLMatcher(tokenizer, grammar, log_level=0)
-    assert not matcher.is_error(), matcher.get_error()
-    return matcher
 
 
 def allowed(matcher: LLMatcher, vocab_size: int, eos_token_ids: Sequence[int] = ()) -> torch.Tensor:

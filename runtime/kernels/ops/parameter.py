@@ -109,6 +109,13 @@ class Cut(NamedTuple):
     columns: range | None
     """Its columns; None: all."""
 
+    def part_of(self, stacked: Tensor) -> Tensor:
+        """Return the part of a tensor of the shape `whole`."""
+        part = torch.cat([stacked[rows.start : rows.stop] for rows in self.rows])
+        if self.columns is not None:
+            part = part[:, self.columns.start : self.columns.stop]
+        return part.contiguous()
+
 
 class Parameter(NamedTuple):
     """A parameter of the model: tensors of a checkpoint stacked along the first dimension.
