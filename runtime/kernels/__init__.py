@@ -25,7 +25,7 @@ from .ops.batch import LayerPlace, RaggedBatch
 from .ops.experts import Experts, Routing, reference_experts
 from .ops.experts_operator import opaque_experts, packed_experts
 from .ops.linear import can_pack, pack_linear, packed_linear, reference_linear
-from .ops.packed_parts import pack_parts_into, parts_bytes
+from .ops.packed_parts import pack_parts, parts_bytes
 from .ops.stack import DecoderStack, DecodeStep, Stack, stack_obstacle
 from .packed_memory import PackedMemory
 from .support import (
@@ -122,7 +122,7 @@ def _cpu_kernels(dtype: torch.dtype, weights: WeightStorage, *, load: bool) -> K
         weights=weights,
         sampler="cpu",
         library=library,
-        pack_parts=pack_parts_into if packs else None,
+        pack_parts=pack_parts if packs else None,
         parts_bytes=parts_bytes if packs else no_parts,
         make_stack=DecoderStack if packs else None,
         stack_obstacle=stack_obstacle,

@@ -13,7 +13,7 @@ from ..errors import ConfigError
 from .choice import Kernels
 from .ops.layer_plan import ModelPlan
 from .ops.linear import can_pack
-from .ops.packed_parts import int8_inputs, pack_parts_into
+from .ops.packed_parts import int8_inputs, pack_parts
 from .ops.stack import stack_obstacle
 from .triton.fusion import fusion_obstacle
 from .weights import FP8, WeightStorage, quantise_int4
@@ -114,7 +114,7 @@ def int8_input_kernels(kernels: Kernels) -> Kernels:
     elif not kernels.codes:
         why = "needs weights in codes: a quantised checkpoint, or weight_dtype='int4'"
     else:
-        return replace(kernels, pack_parts=partial(pack_parts_into, int8_inputs=True))
+        return replace(kernels, pack_parts=partial(pack_parts, int8_inputs=True))
     raise ConfigError(
         f"activation_dtype='int8' {why}; use activation_dtype='auto'", field="activation_dtype"
     )

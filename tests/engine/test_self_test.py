@@ -13,7 +13,7 @@ from stepgraph.runtime.engine.self_test import check_kernels
 from stepgraph.runtime.execution.sample_steps import sample_config
 from stepgraph.runtime.kernels import DecoderStack, Experts, Kernels, have_compiler, select_kernels
 from stepgraph.runtime.kernels.choice import Parts
-from stepgraph.runtime.kernels.ops.packed_parts import pack_parts_into
+from stepgraph.runtime.kernels.ops.packed_parts import pack_parts
 from stepgraph.runtime.kernels.result_check import disagreement
 from stepgraph.runtime.kernels.support import int4_kernels
 from stepgraph.runtime.kernels.weights.grouped import GroupedFormat, ScaleFormat, integers
@@ -65,7 +65,7 @@ def test_products_over_codes_are_tested(variant: str) -> None:
     assert check_kernels(kernels, model, config, required=True) is kernels
 
     def wrong(parts: Parts, dtype: torch.dtype, packed: torch.Tensor) -> None:
-        pack_parts_into(parts, dtype, packed)
+        pack_parts(parts, dtype, packed)
         packed[len(packed) // 2 :] = 0
 
     kernels = dataclasses.replace(kernels, pack_parts=wrong)

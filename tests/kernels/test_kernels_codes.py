@@ -17,15 +17,11 @@ from stepgraph.runtime.kernels import (
     packed_linear,
     reference_experts,
 )
+from stepgraph.runtime.kernels.choice import Parts
+from stepgraph.runtime.kernels.ops import packed_parts
 from stepgraph.runtime.kernels.ops.layer_plan import ModelPlan
 from stepgraph.runtime.kernels.ops.linear import Projection, packed_bytes, packed_embedding
-from stepgraph.runtime.kernels.ops.packed_parts import (
-    Part,
-    can_pack_parts,
-    int8_inputs,
-    pack_parts,
-    packed_parts_bytes,
-)
+from stepgraph.runtime.kernels.ops.packed_parts import int8_inputs, parts_bytes
 from stepgraph.runtime.kernels.weights import INT8 as STORED_INT8
 from stepgraph.runtime.kernels.weights.grouped import (
     DOUBLED_E2M1,
@@ -81,6 +77,12 @@ STORAGES = ("model", "int8", *FORMATS)
 SHAPES = [(64, 512), (96, 1056), (7, 3), (33, 65), (1, 200), (100, 1025)]
 
 
+def pack_parts(parts: Parts, dtype: torch.dtype, *, int8_inputs: bool = False) -> Tensor:
+    packed = torch.empty(parts_bytes(parts, dtype) or 0, dtype=torch.uint8)
+    packed_parts.pack_parts(parts, dtype, packed, int8_inputs=int8_inputs)
+    return packed
+
+
 def numbers(part: Tensor | GroupedWeight) -> Tensor:
     """The weight in float64; its float32 numbers are rounded once or twice."""
     return part.double() if isinstance(part, Tensor) else part.decode().double()
@@ -114,7 +116,6 @@ def make_layer(storage: str, n: int, k: int, dtype: torch.dtype) -> Layer:
     if name in FORMATS:
         weight = random_weight(FORMATS[name], n, k)
         packed = pack_parts([weight], dtype, int8_inputs=name != storage)
-        assert packed.nbytes == packed_parts_bytes([Part.of(weight)], dtype)
         return Layer(packed, numbers(weight))
     data, scales = torch.randn(n, k).to(dtype), None
     if storage == "int8":
@@ -223,7 +224,6 @@ def test_parts_of_any_formats_are_one_weight(dtype: torch.dtype) -> None:
     ]
     exact = torch.cat([numbers(part) for part in parts])
     n, packed = len(exact), pack_parts(parts, dtype)
-    assert packed.nbytes == packed_parts_bytes([Part.of(part) for part in parts], dtype)
     for t in (1, 3, 12, 100):
         x = torch.randn(t, k).to(dtype)
         assert_is_product(packed_linear(x, packed, None, n), x, exact)
@@ -237,7 +237,7 @@ def test_parts_of_any_formats_are_one_weight(dtype: torch.dtype) -> None:
 )
 def test_packed_codes_stay_compact(name: str, bits: float) -> None:
     n, k = 1024, 2048
-    assert 8 * packed_parts_bytes([Part(n, k, FORMATS[name])], BF16) <= bits * n * k
+    assert 8 * (parts_bytes([random_weight(FORMATS[name], n, k)], BF16) or n * k) <= bits * n * k
 
 
 def test_every_code_counts_in_every_place() -> None:
@@ -258,21 +258,27 @@ def test_every_code_counts_in_every_place() -> None:
                 assert torch.equal(out, whole.T.to(dtype))
 
 
+Q4_0 = FORMATS["q4_0"]
+
+
 @pytest.mark.parametrize(
-    "parts",
+    "shapes",
     [
-        [Part(33, 64), Part(32, 64, FORMATS["q4_0"])],
-        [Part(32, 64), Part(32, 72)],
-        [Part(32, 64, FORMATS["q4_0"]._replace(group=1))],
-        [Part(32, 64, FORMATS["q4_0"]._replace(group=20))],
-        [Part(32, 64, FORMATS["q4_0"]._replace(scales=ScaleFormat(torch.float64)))],
-        [Part(32, 64, FORMATS["q4_0"]._replace(levels=Levels("third", (0.0, 1 / 3))))],
+        [(33, 64, None), (32, 64, Q4_0)],
+        [(32, 64, None), (32, 72, None)],
+        [(32, 64, Q4_0._replace(group=1))],
+        [(32, 64, Q4_0._replace(group=20))],
+        [(32, 64, Q4_0._replace(scales=ScaleFormat(torch.float64)))],
+        [(32, 64, Q4_0._replace(levels=Levels("third", (0.0, 1 / 3))))],
     ],
 )
-def test_parts_that_operators_cannot_read_are_refused(parts: Sequence[Part]) -> None:
-    assert not can_pack_parts(parts, BF16)
-    assert can_pack_parts([Part(20, 64, FORMATS["q4_0"]._replace(group=64))], BF16)
-    assert not can_pack_parts([Part(20, 64)], HALF)
+def test_parts_that_operators_cannot_read_are_refused(
+    shapes: list[tuple[int, int, GroupedFormat | None]],
+) -> None:
+    parts = [torch.ones(n, k) if f is None else random_weight(f, n, k) for n, k, f in shapes]
+    assert parts_bytes(parts, BF16) is None
+    assert parts_bytes([random_weight(Q4_0._replace(group=64), 20, 64)], BF16) is not None
+    assert parts_bytes([torch.ones(20, 64)], HALF) is None
 
 
 def test_wrong_packed_parts_are_refused() -> None:

@@ -17,7 +17,7 @@ of 8 inputs, U units of a block.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Sized
 from functools import cache
 from itertools import accumulate
 from typing import NamedTuple
@@ -83,17 +83,6 @@ class Part(NamedTuple):
         return _aligned(len(_order(self)) * _UNIT)
 
 
-def can_pack_parts(parts: Sequence[Part], dtype: torch.dtype) -> bool:
-    """Whether `pack_parts` packs these parts of one weight for a model in `dtype`.
-
-    All but the last one need a multiple of 32 rows, groups a multiple of 8 inputs or a whole row,
-    levels that bfloat16 represents, and scales dtypes that the operators read.
-    """
-    whole = all(part.n % BLOCK == 0 for part in parts[:-1])
-    same = len({part.k for part in parts}) == 1
-    return can_pack(dtype) and dtype.is_floating_point and whole and same and all(map(_fits, parts))
-
-
 def _fits(part: Part) -> bool:
     if (form := part.format) is None:
         return True
@@ -110,39 +99,35 @@ def _are_bfloat16(levels: Levels) -> bool:
     return torch.equal(table.bfloat16().float().nan_to_num(), table.nan_to_num())
 
 
-def packed_parts_bytes(parts: Sequence[Part], dtype: torch.dtype) -> int:
-    """Return the bytes of what `pack_parts` returns for these parts and a model in `dtype`."""
-    return _header_bytes(parts) + sum(part.blocks * part.block_bytes(dtype) for part in parts)
-
-
 def parts_bytes(parts: Parts, dtype: torch.dtype) -> int | None:
-    """Return the bytes of what `pack_parts` returns, for parts on any device; None where it
-    raises."""
+    """Return the bytes of these parts of one weight, on any device, packed for a model in `dtype`.
+
+    None for parts that are not packed: all but the last one need a multiple of 32 rows, groups a
+    multiple of 8 inputs or a whole row, levels that bfloat16 represents, and scales dtypes that
+    the operators read.
+    """
     described = [Part.of(part) for part in parts]
-    return packed_parts_bytes(described, dtype) if can_pack_parts(described, dtype) else None
+    whole = all(part.n % BLOCK == 0 for part in described[:-1])
+    same = len({part.k for part in described}) == 1
+    if not (can_pack(dtype) and dtype.is_floating_point and whole and same):
+        return None
+    if not all(map(_fits, described)):
+        return None
+    return _header_bytes(parts) + sum(part.blocks * part.block_bytes(dtype) for part in described)
 
 
-def pack_parts(parts: Parts, dtype: torch.dtype, *, int8_inputs: bool = False) -> Tensor:
-    """Return what `pack_parts_into` packs, uint8 `[bytes]`."""
-    packed = torch.empty(parts_bytes(parts, dtype) or 0, dtype=torch.uint8)
-    pack_parts_into(parts, dtype, packed, int8_inputs=int8_inputs)
-    return packed
-
-
-def pack_parts_into(
+def pack_parts(
     parts: Parts, dtype: torch.dtype, packed: Tensor, *, int8_inputs: bool = False
 ) -> None:
-    """Pack weights `[N, K]`, the rows of one weight, for a model in `dtype`, to uint8 `[bytes]`.
+    """Pack weights `[N, K]`, the rows of one weight, for a model in `dtype`.
 
     With `int8_inputs` the operators round the inputs of each group to int8, with a scale, where
     codes are consecutive integers and the processor has AVX512-VNNI.
 
-    Rows are read and packed a piece at a time. Packed weights of equal formats may be concatenated
-    where an operator takes several matrices. Raises ValueError where `can_pack_parts` is False.
+    Rows are read and packed a piece at a time to `packed`, uint8 `[parts_bytes(parts, dtype)]`.
+    Packed weights of equal formats may be concatenated where an operator takes several matrices.
     """
     described = [Part.of(part) for part in parts]
-    if not can_pack_parts(described, dtype):
-        raise ValueError(f"parts {described} cannot be packed for {dtype}: decode them")
     packed[: _header_bytes(described)] = 0
     _write_header(described, dtype, packed, int8_inputs)
     at = _header_bytes(described)
@@ -164,11 +149,11 @@ def _aligned(size: int) -> int:
     return -(-size // _LINE) * _LINE
 
 
-def _levels_at(parts: Sequence[Part]) -> int:
+def _levels_at(parts: Sized) -> int:
     return _aligned(_HEADER + len(parts) * _PART)
 
 
-def _header_bytes(parts: Sequence[Part]) -> int:
+def _header_bytes(parts: Sized) -> int:
     return _levels_at(parts) + len(parts) * _LEVELS * 2
 
 
