@@ -29,13 +29,15 @@ from .parameter import Parameter, cut_heads
 class RMSNorm(nn.Module):
     """Root-mean-square norm, accumulated in float32 (Zhang & Sennrich 2019).
 
-    With `offset` it is multiplied by one plus the weight, in float32, before it is rounded.
+    With `offset` it is multiplied by one plus the weight, in float32, before it is rounded. A
+    `centred` one is a layer norm without bias, which is multiplied by the weight in float32.
     """
 
-    def __init__(self, eps: float, *, offset: bool = False) -> None:
+    def __init__(self, eps: float, *, offset: bool = False, centred: bool = False) -> None:
         super().__init__()
         self.eps = eps
         self.offset = offset
+        self.centred = centred
         self.weight: nn.Parameter | None = None
 
     def forward(self, x_TD: Tensor, mean_square_T1: Tensor | None = None) -> Tensor:
@@ -45,29 +47,16 @@ class RMSNorm(nn.Module):
         """
         assert self.weight is not None
         x = x_TD.float()
+        if self.centred:
+            x = x - x.mean(-1, keepdim=True)
         if mean_square_T1 is None:
             mean_square_T1 = mean_square(x)[..., None]
         x = x * torch.rsqrt(mean_square_T1 + self.eps)
         if self.offset:
             return (x * (1.0 + self.weight.float())).to(x_TD.dtype)
+        if self.centred:
+            return (self.weight.float() * x).to(x_TD.dtype)
         return self.weight * x.to(x_TD.dtype)
-
-
-class LayerNorm(nn.Module):
-    """Layer norm without bias, in float32."""
-
-    def __init__(self, eps: float) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight: nn.Parameter | None = None
-
-    def forward(self, x_TD: Tensor) -> Tensor:
-        """Norm the last dimension."""
-        assert self.weight is not None
-        x = x_TD.float()
-        x = x - x.mean(-1, keepdim=True)
-        x = x * torch.rsqrt(mean_square(x)[..., None] + self.eps)
-        return (self.weight.float() * x).to(x_TD.dtype)
 
 
 def mean_square(x_TD: Tensor) -> Tensor:
@@ -93,9 +82,9 @@ class Norm(Operation):
     def parameters(self) -> tuple[Parameter, ...]:
         return (self.weight,)
 
-    def module(self) -> RMSNorm | LayerNorm:
+    def module(self) -> RMSNorm:
         """Return the module that computes it, without its weight."""
-        return LayerNorm(self.eps) if self.centred else RMSNorm(self.eps, offset=self.offset)
+        return RMSNorm(self.eps, offset=self.offset, centred=self.centred)
 
     def bind(self, to: Binding) -> Run:
         norm = to.module(self.weight, self.module)
