@@ -50,7 +50,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 SIZES = {"max_num_seqs": 2, "max_model_len": 64, "dtype": "float32"}
-SAMPLED = SamplingParams(max_tokens=5, temperature=0.9, seed=3, ignore_eos=True)
+SAMPLED = SamplingParams(max_tokens=5, top_p=0.9, seed=3, ignore_eos=True, presence_penalty=1.5)
 PROMPTS = [[3, 5, 7, 11, 13], [2, 4]]
 
 

@@ -10,7 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from stepgraph.runtime.errors import RequestError
-from stepgraph.runtime.kernels.ops.batch import NON_FINITE
 from stepgraph.runtime.kernels.ops.draws import (
     bisect_thresholds,
     draw,
@@ -23,16 +22,13 @@ from stepgraph.runtime.sampling_params import SamplingParams
 from transformers.generation import logits_process as hf
 
 from ..rigs.sampling_cases import (
-    BAD_LANES,
     CASES,
     FIRST,
     OUTPUT,
     PROMPT,
     STOPS,
-    check_bad_lanes_stay_alone,
     poison,
     state_of,
-    with_bad_lanes,
     write,
 )
 
@@ -280,39 +276,6 @@ def test_too_many_stop_ids_and_unknown_tokens_are_refused() -> None:
     with pytest.raises(RequestError) as bias:
         state.row_parameters(biased, stop_token_ids=[1], **arguments)
     assert (stop_ids.value.field, bias.value.field) == ("stop_token_ids", "logit_bias")
-
-
-@pytest.mark.slow  # the steps of `test_step_functions.py` are compiled quickly
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compiled_equals_eager_and_works_in_place(backend: str, dynamic: bool) -> None:
-    torch.compiler.reset()
-    compiled = torch.compile(sample_full, fullgraph=True, dynamic=dynamic, backend=backend)
-    params = [
-        SamplingParams(**case, seed=index * 0x7531_ECA8_6420) for index, case in enumerate(CASES)
-    ]
-    states = [state_of(params), state_of(params)]
-    address = states[1].token_counts.data_ptr()
-    null_row = len(params)
-    untouched = states[0].token_counts[null_row].clone()
-    for step in range(3):
-        # The last lanes are padding.
-        rows = torch.tensor([*range(null_row), null_row, null_row])
-        logits = randn(null_row + 2, V, seed=step).bfloat16()
-        positions = torch.full_like(rows, FIRST + step)
-        eager = sample_full(logits, states[0], rows, positions)
-        fast = compiled(logits, states[1], rows, positions)
-        assert torch.equal(fast.tokens, eager.tokens)
-        assert torch.equal(states[1].token_counts, states[0].token_counts)
-        torch.testing.assert_close(fast.logprob, eager.logprob)
-        torch.testing.assert_close(fast.top_logprobs, eager.top_logprobs)
-    assert states[1].token_counts.data_ptr() == address
-    assert torch.equal(states[0].token_counts[null_row], untouched)
-    check_bad_lanes_stay_alone(compiled, {"top_k": 9, "presence_penalty": 1.0})
-    greedy = torch.compile(sample_greedy, fullgraph=True, dynamic=dynamic, backend=backend)
-    bad = with_bad_lanes(randn(9, V)).bfloat16()
-    assert torch.equal(greedy(bad), sample_greedy(bad))
-    assert greedy(bad).eq(NON_FINITE).nonzero().flatten().tolist() == BAD_LANES
 
 
 def test_a_row_samples_as_one_written_to_a_fresh_state() -> None:

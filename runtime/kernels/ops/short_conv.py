@@ -102,11 +102,6 @@ class ShortConv(Operation):
         return self.weight.shape[0]
 
     @property
-    def taps(self) -> int:
-        """K."""
-        return self.weight.shape[2]
-
-    @property
     def title(self) -> str:
         return "convolutions"
 
