@@ -56,15 +56,6 @@ class Operators:
 
 
 @needs_compiler
-@pytest.mark.parametrize("count", [2, 5])
-def test_results_do_not_depend_on_threads(count: int) -> None:
-    operators = Operators(count)
-    with kernel_threads(count):
-        for _ in range(20):
-            operators.check()
-
-
-@needs_compiler
 @needs_linux
 def test_a_thread_that_lost_its_core_is_not_waited_for() -> None:
     """Starved threads stop in the middle of units and continue whole calls later."""

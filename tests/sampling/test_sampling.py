@@ -112,17 +112,6 @@ def test_draws_follow_the_distribution_of_transformers(case: dict[str, Any]) -> 
     assert_drawn_from(tokens, expected_probabilities(params, logits))
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize(("top_k", "top_p"), [(1, 1.0), (50, 1.0), (5000, 0.9), (40, 0.5)])
-def test_thresholds_keep_what_transformers_keeps(top_k: int, top_p: float, seed: int) -> None:
-    logits = randn(4, 5000, seed=seed)
-    ids = torch.zeros(4, 1, dtype=torch.int64)
-    expected = hf.TopPLogitsWarper(top_p)(ids, hf.TopKLogitsWarper(top_k)(ids, logits))
-    weights = (logits - logits.amax(-1, keepdim=True)).exp()
-    lowest = bisect_thresholds(weights, torch.full((4,), top_k), torch.full((4,), top_p))
-    assert torch.equal(weights >= lowest[:, None], expected > -math.inf)
-
-
 def sorted_thresholds(
     weights_BV: torch.Tensor, top_k_B: torch.Tensor, top_p_B: torch.Tensor
 ) -> torch.Tensor:
