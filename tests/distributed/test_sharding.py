@@ -11,9 +11,8 @@ import pytest
 import torch
 from hypothesis import given
 from stepgraph.runtime.execution.inputs import MaskState
-from stepgraph.runtime.execution.outputs import PromptScorer
 from stepgraph.runtime.execution.step_key import StepKey
-from stepgraph.runtime.kernels import have_compiler, load_cpu_ops, select_kernels
+from stepgraph.runtime.kernels import have_compiler, load_cpu_ops
 from stepgraph.runtime.kernels.cpu.sampling import fused_greedy, fused_most_likely
 from stepgraph.runtime.kernels.ops.layer_plan import Shard
 from stepgraph.runtime.kernels.weights import FP8, INT8, WeightStorage, dequantise
@@ -25,7 +24,6 @@ from stepgraph.runtime.sampling_params import SamplingParams
 
 from ..rigs.sharding_rig import (
     COLUMNS,
-    CPU,
     PROMPTS,
     RankSteps,
     ThreadCollectives,
@@ -114,19 +112,6 @@ def test_decode_and_verify_steps(
         assert torch.equal(found[0], tokens)
         assert torch.equal(found[1], verified)
         torch.testing.assert_close(found[2], logits, rtol=0, atol=1e-4)
-
-
-def test_prompt_scores(base: ModelConfig, tmp_path: Path) -> None:
-    def scores(steps: RankSteps) -> list[torch.Tensor]:
-        scorer = PromptScorer(steps.decoder, 3 * torch.arange(24), max_num_seqs=2)
-        scorer.hidden.copy_(torch.linspace(-1, 1, scorer.hidden.numel()).view_as(scorer.hidden))
-        scorer.run([0, 4], 20, 5)
-        found = scorer.scores
-        return [found.logprob[:20], found.top_logprobs[:20, :5], found.top_ids[:20, :5]]
-
-    expected = scores(RankSteps(base, stored_weights(base, tmp_path), plain_kernels()))
-    for found in on_ranks(2, lambda group: scores(rank_steps(base, tmp_path, group))):
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
 
 
 SPECIAL = st.sampled_from([float("nan"), float("inf"), float("-inf"), 0.0, 1.0, 2.0, 2.0])
@@ -245,19 +230,6 @@ def test_bfloat16_is_as_near_to_float32_as_the_whole_model_is(variant: str, tmp_
     for run in sharded_runs(config, tmp_path, 2, dtype=torch.bfloat16):
         error = run.logits[0].float() - exact
         assert error.square().mean().sqrt() < 1.5 * whole.square().mean().sqrt()
-
-
-@needs_compiler
-@pytest.mark.parametrize("variant", ["base", "gpt_oss", "olmo2"])
-def test_native_operations_of_ranks(variant: str, tmp_path: Path) -> None:
-    """C++ operators with packed weights, a packed embedding included."""
-    config = tiny_config(variant, 2)
-    write_checkpoint(config, tmp_path)
-    expected = whole_run(config, tmp_path)
-    native = select_kernels(CPU, "compile", torch.float32)
-    for run in sharded_runs(config, tmp_path, 2, native):
-        assert torch.equal(run.tokens, expected.tokens)
-        torch.testing.assert_close(run.logits, expected.logits, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize(

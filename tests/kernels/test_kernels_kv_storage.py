@@ -61,28 +61,6 @@ def test_zeros_and_what_is_not_finite(storage: str) -> None:
     assert torch.isnan(back[1:]).all()
 
 
-@pytest.mark.parametrize("storage", ["model", *STORAGES])
-def test_what_is_written_is_read_in_order_of_positions(storage: str) -> None:
-    block_size, g, d = 4, 3, 10
-    shape = (7, g, block_size, d) if storage == "model" else (7, g, block_size * (d + 2))
-    dtype = torch.float32 if storage == "model" else torch.uint8
-    side = torch.zeros(shape, dtype=dtype)
-    tables = torch.tensor([[5, 2, 6], [1, 4, 3]], dtype=torch.int32)
-    x = torch.randn(2, 12, g, d, generator=torch.Generator().manual_seed(0))
-    position = torch.arange(12)
-    for table, vectors in zip(tables, x, strict=True):
-        slots = table[position // block_size] * block_size + position % block_size
-        kv_storage.write_blocks(side, slots, vectors, block_size, storage)
-    assert not side[0].any()
-    read = kv_storage.read_blocks(side, tables, block_size, storage)
-    expected = x.transpose(1, 2)
-    if storage != "model":
-        expected = kv_storage.dequantise(*kv_storage.quantise(expected, storage), storage)
-    assert torch.equal(read, expected)
-    alone = kv_storage.read_blocks(side, tables[1], block_size, storage)
-    assert torch.equal(alone, expected[1])
-
-
 def written_by(attention: Callable[..., Tensor], x: Tensor, storage: str, latent: bool) -> Tensor:
     """The arena after one call that stores `[T, G, D]` as keys (and, turned around, as values)."""
     t, g, d = x.shape

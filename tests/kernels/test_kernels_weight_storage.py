@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stepgraph.runtime import kernels
 from stepgraph.runtime.kernels.weights import FP8, INT8, WeightStorage, dequantise, stored
 from torch import Tensor
 
@@ -110,20 +109,3 @@ def test_what_is_no_number_is_refused(
     weight[6, 140] = weight[8, 0] = value
     with pytest.raises(ValueError, match=r"^row 6 holds NaN or infinity$"):
         storage.quantise(weight)
-
-
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
-@pytest.mark.parametrize("k", [65, 128, 300])
-@pytest.mark.parametrize("storage", [INT8, FP8])
-def test_reference_is_the_layer_over_the_dequantised_weight(
-    dtype: torch.dtype, k: int, storage: WeightStorage
-) -> None:
-    x, weight, bias = torch.randn(5, k).to(dtype), torch.randn(33, k), torch.randn(33).to(dtype)
-    data, scales = storage.quantise(weight)
-    each = scales[:, None] if storage == INT8 else scales.repeat_interleave(128, 1)[:, :k]
-    exact = data.double() * each.double()
-    for added in (None, bias):
-        out = kernels.reference_linear(x, data, added, 33, scales)
-        expected = x.double() @ exact.T + (0 if added is None else added.double())
-        assert out.dtype == dtype
-        torch.testing.assert_close(out.double(), expected, rtol=2**-8, atol=1e-4)

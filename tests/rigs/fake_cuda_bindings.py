@@ -3,7 +3,7 @@
 As documented for cuda-bindings 12.9 ("12") and 13.0 ("13"): 13 answers with the data of edges, as
 12 does only to the second version of a call.
 """
-# ruff: noqa: N801, N802, N815  the names are CUDA's
+# ruff: noqa: N802, N816  the names are CUDA's
 
 from __future__ import annotations
 
@@ -24,28 +24,17 @@ class Handle:
         return self.value
 
 
-class cudaError_t(enum.IntEnum):
-    cudaSuccess = 0
-    cudaErrorInvalidValue = 1
-    cudaErrorLossyQuery = 402
-
-
-class CUresult(enum.IntEnum):
-    CUDA_SUCCESS = 0
-    CUDA_ERROR_INVALID_VALUE = 1
-
-
-class cudaGraphNodeType(enum.IntEnum):
-    cudaGraphNodeTypeKernel = 0
-    cudaGraphNodeTypeMemcpy = 1
-    cudaGraphNodeTypeMemset = 2
-    cudaGraphNodeTypeEventRecord = 7
-
-
-class cudaStreamCaptureStatus(enum.IntEnum):
-    cudaStreamCaptureStatusNone = 0
-    cudaStreamCaptureStatusActive = 1
-
+cudaError_t = enum.IntEnum(
+    "cudaError_t", {"cudaSuccess": 0, "cudaErrorInvalidValue": 1, "cudaErrorLossyQuery": 402}
+)
+CUresult = enum.IntEnum("CUresult", {"CUDA_SUCCESS": 0, "CUDA_ERROR_INVALID_VALUE": 1})
+_KINDS = {"Kernel": 0, "Memcpy": 1, "Memset": 2, "EventRecord": 7}
+cudaGraphNodeType = enum.IntEnum(
+    "cudaGraphNodeType", {f"cudaGraphNodeType{kind}": value for kind, value in _KINDS.items()}
+)
+cudaStreamCaptureStatus = enum.IntEnum(
+    "cudaStreamCaptureStatus", {"cudaStreamCaptureStatusActive": 1}
+)
 
 STREAM = 0xABC
 OK = cudaError_t.cudaSuccess
