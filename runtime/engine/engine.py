@@ -701,7 +701,7 @@ class Engine:
 
     @property
     def tokenizer(self) -> TextTokenizer | None:
-        """The checkpoint's tokenizer; None for presets and without a `tokenizer.json`."""
+        """The checkpoint's tokenizer; None for presets and checkpoints without one."""
         return self._open_parts().tokenizer
 
     @property

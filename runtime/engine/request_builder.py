@@ -263,7 +263,7 @@ class RequestBuilder:
             is_text = field in ("prompt", "messages")
             remedy = "give a list of token ids" if is_text else f"leave out {field}"
             raise RequestError(
-                f"{field} needs a tokenizer, and the checkpoint has no tokenizer.json: {remedy}",
+                f"{field} needs a tokenizer, and the checkpoint has no tokenizer: {remedy}",
                 field=field,
             )
         return self._tokenizer

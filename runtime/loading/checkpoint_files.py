@@ -35,25 +35,34 @@ def has_file(path: Path) -> bool:
     raise CheckpointError(f"{_shown(path)} is {kind}, where a file is expected")
 
 
+def read_bytes(path: Path, most_bytes: int) -> bytes:
+    """Read a file; raise `CheckpointError` if it is missing or longer than `most_bytes`."""
+    if not has_file(path):
+        raise CheckpointError(f"{_shown(path)} does not exist")
+    try:
+        with path.open("rb") as file:
+            content = file.read(most_bytes + 1)
+    except OSError as error:
+        raise CheckpointError(f"{_shown(path)} cannot be read: {bounded_text(error)}") from error
+    if len(content) > most_bytes:
+        raise CheckpointError(f"{_shown(path)} is longer than {most_bytes} bytes")
+    return content
+
+
 def read_json_object(path: Path, most_bytes: int) -> dict[str, Any]:
     """Read a file that holds one JSON object of at most `most_bytes` bytes.
 
     Raises `CheckpointError`, which names the file, if it is missing, longer, not UTF-8, not JSON,
     nested too deeply, not an object, or if an object in it has a key twice.
     """
-    if not has_file(path):
-        raise CheckpointError(f"{_shown(path)} does not exist")
+    raw = read_bytes(path, most_bytes)
     try:
-        with path.open("rb") as file:
-            raw = file.read(most_bytes + 1)
-        if len(raw) > most_bytes:
-            raise CheckpointError(f"{_shown(path)} is longer than {most_bytes} bytes")
         content = json.loads(raw.decode("utf-8"), object_pairs_hook=_without_duplicates)
     except RecursionError as error:
         raise CheckpointError(
             f"{_shown(path)} cannot be read as JSON: it is nested too deeply"
         ) from error
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         raise CheckpointError(
             f"{_shown(path)} cannot be read as JSON: {bounded_text(error)}"
         ) from error

@@ -51,7 +51,6 @@ from .tokenizer import read_tokenizer
 
 # Finds the checkpoint of a drafter and checks that it fits its target.
 
-_TOKENIZER = "tokenizer.json"
 _Head = Eagle3 | MultiTokenPrediction | BlockDrafter
 _HEADS: dict[DrafterKind, tuple[ReadDrafter, type[_Head]]] = {
     "eagle3": (eagle3_config, Eagle3),
@@ -212,8 +211,8 @@ def _vocabulary(checkpoint: Path) -> dict[str, int] | None:
     if is_gguf(checkpoint):
         tokens = GGUFFile(checkpoint).get("tokenizer.ggml.tokens", list)
         return None if tokens is None else {token: i for i, token in enumerate(tokens)}
-    path = checkpoint / _TOKENIZER
-    return read_tokenizer(path).get_vocab() if has_file(path) else None
+    found = read_tokenizer(checkpoint)
+    return None if found is None else found[1].get_vocab()
 
 
 def keep_codes(config: DrafterConfig, kernels: Kernels, dtype: torch.dtype) -> DrafterConfig:

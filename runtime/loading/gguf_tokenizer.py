@@ -10,54 +10,36 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from tokenizers import (
-    AddedToken,
-    Regex,
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-)
+from tokenizers import Tokenizer
 
 from ..bounded_repr import bounded_repr, bounded_text
 from ..errors import CheckpointError
 from .gguf_file import GGUFFile
 from .tokenizer import TextTokenizer, TokenizerConfig, text_tokenizer
+from .vocabulary import (
+    ANY_CASE,
+    CONTRACTIONS,
+    KIMI,
+    NORMAL,
+    SPACES,
+    add_tokens,
+    byte_level_tokenizer,
+    sentencepiece_bpe,
+    sentencepiece_tokenizer,
+    word_pattern,
+)
 
-_CONTRACTIONS = "'s|'t|'re|'ve|'m|'ll|'d"
-_SPACES = r"\s+(?!\S)|\s+"
-_GPT2 = rf"{_CONTRACTIONS}| ?\p{{L}}+| ?\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+|{_SPACES}"
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-
-
-def _words(digits: str, *, cased: bool = False, contractions: str = "") -> str:
-    """Return the pattern of tiktoken's vocabularies since cl100k: words, digits, punctuation.
-
-    Args:
-        digits: pattern of numbers.
-        cased: whether words end before a capital letter that follows lower case.
-        contractions: pattern of English contractions, which follow `cased` words.
-    """
-    begin, marks = r"[^\r\n\p{L}\p{N}]?", r"[\r\n]*"
-    words = rf"{contractions}|{begin}\p{{L}}+" if contractions else rf"{begin}\p{{L}}+"
-    if cased:
-        end, marks = f"{contractions}?" if contractions else "", r"[\r\n/]*"
-        words = rf"{begin}{_UPPER}*{_LOWER}+{end}|{begin}{_UPPER}+{_LOWER}*{end}"
-    return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+{marks}|\s*[\r\n]+|{_SPACES}"
-
-
-_ANY_CASE = f"(?i:{_CONTRACTIONS})"
-_LLAMA3 = (_words(r"\p{N}{1,3}", contractions=_ANY_CASE),)
-_QWEN2 = (_words(r"\p{N}", contractions=_ANY_CASE),)
-_O200K = (_words(r"\p{N}{1,3}", cased=True, contractions=_ANY_CASE),)
+_GPT2 = rf"{CONTRACTIONS}| ?\p{{L}}+| ?\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+|{SPACES}"
+_LLAMA3 = (word_pattern(r"\p{N}{1,3}", contractions=ANY_CASE),)
+_QWEN2 = (word_pattern(r"\p{N}", contractions=ANY_CASE),)
+_O200K = (word_pattern(r"\p{N}{1,3}", cased=True, contractions=ANY_CASE),)
 _DIGITS = (r"\p{N}", _GPT2)
 _HAN = "[一-龥\u0800-一가-\ud7ff]+"
 _DEEPSEEK_V3 = (
     r"\p{N}{1,3}",
     "[一-龥\u3040-\u30ff]+",
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
-    rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|\s*[\r\n]+|{_SPACES}",
+    rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|\s*[\r\n]+|{SPACES}",
 )
 _PATTERNS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "lfm2"), _LLAMA3),
@@ -68,7 +50,8 @@ _PATTERNS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), _DIGITS),
     **dict.fromkeys(("exaone", "minerva-7b"), _DIGITS),
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2"), _O200K),
-    "tekken": (_words(r"\p{N}", cased=True),),
+    "kimi-k2": (KIMI,),
+    "tekken": (word_pattern(r"\p{N}", cased=True),),
     "deepseek-llm": (
         *(r"[\r\n]", r"\s?[\p{Lu}\p{Ll}\p{Lt}]+"),
         *(
@@ -90,7 +73,6 @@ _WHOLE_WORDS = frozenset(
 """Pre-tokenizers of models that do not split a word that is a token."""
 _BEGINNING = _WHOLE_WORDS - {"glm4"}
 """Pre-tokenizers of models whose texts begin with the BOS token, unless the metadata denies it."""
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 _SPECIAL = {
     **{"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"},
     **{"sep_token": "seperator", "mask_token": "mask"},
@@ -114,21 +96,15 @@ def gguf_tokenizer(file: GGUFFile, *, eos_token_ids: Sequence[int] = ()) -> Text
             f" {', '.join(builders)}. Use the original checkpoint in safetensors"
         )
     tokens = file.require("tokenizer.ggml.tokens", list)
-    kinds = file.get("tokenizer.ggml.token_type", np.ndarray)
-    if kinds is None:
-        kinds = np.full(len(tokens), _NORMAL)
+    listed = file.get("tokenizer.ggml.token_type", np.ndarray)
+    kinds = [NORMAL] * len(tokens) if listed is None else listed.tolist()
     if len(kinds) != len(tokens):
         raise CheckpointError(
             f"{path}: tokenizer.ggml.token_type lists {len(kinds)} kinds of {len(tokens)} tokens"
         )
     try:
         tokenizer, begins = builders[kind](file, tokens, kinds)
-        tokenizer.add_tokens(
-            [
-                AddedToken(tokens[i], normalized=False, special=bool(kinds[i] != _USER_DEFINED))
-                for i in np.flatnonzero((kinds >= _UNKNOWN) & (kinds <= _USER_DEFINED))
-            ]
-        )
+        add_tokens(tokenizer, tokens, kinds)
     except CheckpointError:
         raise
     except Exception as error:  # `tokenizers` raises bare `Exception`
@@ -153,7 +129,7 @@ def gguf_tokenizer(file: GGUFFile, *, eos_token_ids: Sequence[int] = ()) -> Text
     return text_tokenizer(tokenizer, config, eos_token_ids)
 
 
-def _byte_level(file: GGUFFile, tokens: list[str], kinds: np.ndarray) -> tuple[Tokenizer, bool]:
+def _byte_level(file: GGUFFile, tokens: list[str], kinds: list[int]) -> tuple[Tokenizer, bool]:
     """Return a byte-level BPE, and whether texts begin with the BOS token by default."""
     name = file.get("tokenizer.ggml.pre", str, "default")
     patterns = _PATTERNS.get(name or "")
@@ -162,52 +138,19 @@ def _byte_level(file: GGUFFile, tokens: list[str], kinds: np.ndarray) -> tuple[T
             f"{file.path}: the pre-tokenizer {bounded_repr(name, 60)} is not supported; supported:"
             f" {', '.join(_PATTERNS)}. Use the original checkpoint in safetensors"
         )
-    merges = file.require("tokenizer.ggml.merges", list)
-    tokenizer = Tokenizer(
-        models.BPE(
-            {token: i for i, token in enumerate(tokens)},
-            [tuple(merge.split(" ", 1)) for merge in merges],
-            ignore_merges=name in _WHOLE_WORDS,
-        )
-    )
-    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
-    tokenizer.decoder = decoders.ByteLevel()
+    merges = [tuple(merge.split(" ", 1)) for merge in file.require("tokenizer.ggml.merges", list)]
+    tokenizer = byte_level_tokenizer(tokens, merges, patterns, whole_words=name in _WHOLE_WORDS)
     return tokenizer, name in _BEGINNING
 
 
-def _sentencepiece(file: GGUFFile, tokens: list[str], kinds: np.ndarray) -> tuple[Tokenizer, bool]:
-    """Return a BPE that merges the pair whose token has the best score, as SentencePiece does."""
+def _sentencepiece(file: GGUFFile, tokens: list[str], kinds: list[int]) -> tuple[Tokenizer, bool]:
+    """Return a BPE that merges by scores, and that texts begin with the BOS token by default."""
     scores = file.require("tokenizer.ggml.scores", np.ndarray)
     if len(scores) != len(tokens):
         raise CheckpointError(
             f"{file.path}: tokenizer.ggml.scores lists {len(scores)} scores of {len(tokens)} tokens"
         )
-    vocabulary = {token: i for i, token in enumerate(tokens)}
-    normal = np.flatnonzero(kinds == _NORMAL)
-    merges = [
-        (left, right)
-        for token in map(tokens.__getitem__, normal[np.argsort(-scores[normal], kind="stable")])
-        for end in range(len(token) - 1, 0, -1)
-        if (left := token[:end]) in vocabulary and (right := token[end:]) in vocabulary
-    ]
     unknown = file.get("tokenizer.ggml.unknown_token_id", int)
-    model = models.BPE(
-        vocabulary,
-        merges,
-        unk_token=tokens[unknown] if unknown is not None and unknown < len(tokens) else None,
-        fuse_unk=True,
-        byte_fallback=True,
-    )
-    tokenizer = Tokenizer(model)
-    spaced = file.get("tokenizer.ggml.add_space_prefix", bool, True)
-    before = [normalizers.Prepend("▁")] if spaced else []
-    tokenizer.normalizer = normalizers.Sequence([*before, normalizers.Replace(" ", "▁")])
-    tokenizer.decoder = decoders.Sequence(
-        [
-            *(decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()),
-            *([decoders.Strip(" ", 1, 0)] if spaced else []),
-        ]
-    )
-    return tokenizer, True
+    model = sentencepiece_bpe(tokens, kinds, scores.tolist(), unknown)
+    spaced = bool(file.get("tokenizer.ggml.add_space_prefix", bool, True))
+    return sentencepiece_tokenizer(model, spaced=spaced), True

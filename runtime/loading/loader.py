@@ -185,7 +185,7 @@ def find_directory(source: str | Path, *, config_only: bool = False) -> Path:
     repository, quantisation = named.groups()
     if quantisation is not None:
         return _hub_gguf(repository, quantisation)
-    patterns = ["*.json", "*.jinja", "*.safetensors"]
+    patterns = ["*.json", "*.jinja", "*.model", "*.safetensors"]
     if config_only:
         patterns = ["config.json", "generation_config.json"]
 

@@ -27,10 +27,13 @@ from .text_stream import (
     stages,
     tokenizer_errors,
 )
+from .vocabulary import VOCABULARY_FILES, read_vocabulary
 
 # Reads `tokenizer_config.json` and chat templates, which `tokenizer.json` does not contain.
 
 SPECIAL_TOKENS = [f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
+_USUAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+_CONFIG = "tokenizer_config.json"
 _MOST_CONFIG_BYTES = 64 << 20
 _MAX_TEMPLATE_CHARS = 1 << 20
 
@@ -56,22 +59,25 @@ class TokenizerConfig:
                 )
 
     @classmethod
-    def read(cls, directory: Path) -> TokenizerConfig:
+    def read(cls, directory: Path, usual: Mapping[str, str]) -> TokenizerConfig:
         """Read the files of a checkpoint directory, all of which may be missing.
+
+        `usual` are the special tokens of a vocabulary, whose texts begin with `bos_token`, unless
+        the files name others.
 
         A template in a separate file replaces those in `tokenizer_config.json`, as in transformers;
         a processor's `chat_template.json` is read if there is no other. Raises `CheckpointError`,
         which names file and key, for what is not a JSON object or a value of a wrong type.
         """
-        path, other_path = directory / "tokenizer_config.json", directory / "chat_template.json"
+        path, other_path = directory / _CONFIG, directory / "chat_template.json"
         config = _read_object(path)
-        named = dict(config)
+        named = {**usual, **config}
         if "added_tokens_decoder" not in config:  # the older layout
             named |= _read_object(directory / "special_tokens_map.json")
         special = {key: _token(path, key, named[key]) for key in SPECIAL_TOKENS if named.get(key)}
         added = []
         for key in ("bos_token", "eos_token"):
-            flag = config.get(f"add_{key}")
+            flag = config.get(f"add_{key}", (key == "bos_token" and key in usual) or None)
             if not isinstance(flag, bool | None):
                 raise CheckpointError(f"{path}: add_{key} must be true or false")
             added.append(special.get(key) if flag else None)
@@ -154,7 +160,7 @@ class TextTokenizer:
         if not is_streamable(decoder):
             raise CheckpointError(
                 f"its decoder {_shown(decoder)} may change earlier text, so output cannot be"
-                " streamed: remove tokenizer.json to serve requests of token ids"
+                " streamed: remove the file to serve requests of token ids"
             )
         self.pieces = Pieces(tokenizer)
         """The bytes that each token adds to a text."""
@@ -290,18 +296,19 @@ class TextTokenizer:
 
 
 def load_tokenizer(directory: Path, *, eos_token_ids: Sequence[int] = ()) -> TextTokenizer | None:
-    """Return the tokenizer of a checkpoint directory, `None` without a `tokenizer.json`.
+    """Return the tokenizer of a checkpoint directory, `None` if it has no file of one.
 
     `add_bos_token` and `add_eos_token` of `tokenizer_config.json` apply if `tokenizer.json` has no
     post-processor that adds tokens. Raises `CheckpointError` for an inconsistent tokenizer and for
     one whose decoder cannot be streamed.
     """
-    path = directory / "tokenizer.json"
-    if not has_file(path):
+    found = read_tokenizer(directory)
+    if found is None:
         return None
-    tokenizer = read_tokenizer(path)
+    path, tokenizer, usual = found
     try:
-        return text_tokenizer(tokenizer, TokenizerConfig.read(directory), eos_token_ids)
+        config = TokenizerConfig.read(directory, usual)
+        return text_tokenizer(tokenizer, config, eos_token_ids)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error
 
@@ -316,12 +323,26 @@ def text_tokenizer(
     return TextTokenizer(tokenizer, eos_token_ids=eos_token_ids, templates=templates)
 
 
-def read_tokenizer(path: Path) -> Tokenizer:
-    """Read a `tokenizer.json`; raise `CheckpointError` if it is none."""
+def read_tokenizer(directory: Path) -> tuple[Path, Tokenizer, dict[str, str]] | None:
+    """Return the file of a checkpoint's tokenizer, the tokenizer, and the usual special tokens that
+    it has without `tokenizer.json`; None if there is no file.
+
+    Raises `CheckpointError` if the file is not a tokenizer, or of an unsupported one.
+    """
+    paths = (directory / name for name in ("tokenizer.json", *VOCABULARY_FILES))
+    path = next(filter(has_file, paths), None)
+    if path is None:
+        return None
     try:
-        return Tokenizer.from_file(str(path))
+        if path.name == "tokenizer.json":
+            return path, Tokenizer.from_file(str(path)), {}
+        tokenizer = read_vocabulary(path, _read_object(directory / _CONFIG))
+    except CheckpointError:
+        raise
     except Exception as error:  # `tokenizers` raises bare `Exception`
         raise CheckpointError(f"{path} is not a tokenizer: {bounded_text(error)}") from error
+    added = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    return path, tokenizer, {name: token for name, token in _USUAL.items() if token in added}
 
 
 def _longest_token(tokenizer: Tokenizer) -> int | None:

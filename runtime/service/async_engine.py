@@ -302,7 +302,7 @@ class AsyncEngine:
 
     @property
     def tokenizer(self) -> TextTokenizer | None:
-        """The tokenizer of the model; None for presets and without a `tokenizer.json`.
+        """The tokenizer of the model; None for presets and checkpoints without one.
 
         Raises:
             EngineUnavailableError, EngineFailedError, EngineClosedError: the engine is not running.

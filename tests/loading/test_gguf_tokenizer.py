@@ -124,6 +124,7 @@ def test_tokens_that_begin_and_end_a_text(
         ("qwen2", "(ab) 12", ["(ab", ")", " ", "1", "2"]),
         ("gpt-4o", "HelloWorld's a/\n", ["Hello", "World's", " a", "/\n"]),
         ("tekken", "HelloWORLD 12", ["Hello", "WORLD", " ", "1", "2"]),
+        ("kimi-k2", "Aé汉字's 1234/\n", ["Aé", "汉字", "'s", " ", "123", "4", "/\n"]),
         ("deepseek-llm", "a 12,\n世界b", ["a", " ", "12", ",", "\n", "世界", "b"]),
         ("deepseek-v3", "a1234!x 世界", ["a", "123", "4", "!x", " ", "世界"]),
         ("default", "a+1234", ["a", "+", "123", "4"]),

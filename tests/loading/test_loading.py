@@ -149,7 +149,7 @@ class TestHub:
         assert asked == [names]
         # What was enough for the config is not taken for a whole checkpoint.
         resolve_source("some-org/some-model")
-        assert asked == [names, ["*.json", "*.jinja", "*.safetensors"]]
+        assert asked == [names, ["*.json", "*.jinja", "*.model", "*.safetensors"]]
 
     def test_not_in_the_cache(self) -> None:
         with pytest.raises(CheckpointError):

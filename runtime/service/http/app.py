@@ -183,7 +183,7 @@ def _tokenizer(service: Service, field: str) -> TextTokenizer:
     tokenizer = service.engine.tokenizer
     if tokenizer is None:
         raise RequestError(
-            "the checkpoint has no tokenizer.json: prompts must be token ids", field=field
+            "the checkpoint has no tokenizer: prompts must be token ids", field=field
         )
     return tokenizer
 

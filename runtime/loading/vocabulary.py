@@ -1,0 +1,319 @@
+"""Builds tokenizers from vocabularies: tokens with kinds and scores, and patterns of words.
+
+The metadata of a GGUF file has a vocabulary. Checkpoints without `tokenizer.json` have one in a
+file: `tekken.json` (Mistral), `tiktoken.model` (Kimi) or `tokenizer.model` (SentencePiece).
+"""
+
+from __future__ import annotations
+
+import struct
+from base64 import b64decode
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+)
+
+from ..bounded_repr import bounded_repr
+from .checkpoint_files import read_bytes, read_json_object
+from .text_stream import BYTE_OF_CHAR
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
+"""Kinds of tokens, as SentencePiece and GGUF number them."""
+VOCABULARY_FILES = ("tekken.json", "tiktoken.model", "tokenizer.model")
+"""Files that `read_vocabulary` reads, by precedence."""
+_MOST_BYTES = 64 << 20
+_MOST_TOKENS = 1 << 21
+_CHAR_OF_BYTE = {byte: char for char, byte in BYTE_OF_CHAR.items()}
+_FLAGS = ("special", "lstrip", "rstrip", "single_word")
+_UNIGRAM, _BPE = 1, 2
+"""Values of SentencePiece's `ModelType`."""
+_FIXED = {1: 8, 5: 4}
+"""Bytes of the wire types with a fixed size."""
+
+CONTRACTIONS = "'s|'t|'re|'ve|'m|'ll|'d"
+ANY_CASE = f"(?i:{CONTRACTIONS})"
+SPACES = r"\s+(?!\S)|\s+"
+_UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
+
+
+def word_pattern(
+    digits: str, *, cased: bool = False, contractions: str = "", han: bool = False
+) -> str:
+    """Return the pattern of tiktoken's vocabularies since cl100k: words, digits, punctuation.
+
+    Args:
+        digits: pattern of numbers.
+        cased: whether words end before a capital letter that follows lower case.
+        contractions: pattern of English contractions, which follow `cased` words.
+        han: whether runs of Chinese characters are words of their own, with `cased`.
+    """
+    begin, marks = r"[^\r\n\p{L}\p{N}]?", r"[\r\n]*"
+    words = rf"{contractions}|{begin}\p{{L}}+" if contractions else rf"{begin}\p{{L}}+"
+    if cased:
+        end, more = f"{contractions}?" if contractions else "", r"&&[^\p{Han}]" if han else ""
+        upper, lower = f"[{_UPPER}{more}]", f"[{_LOWER}{more}]"
+        words = rf"{begin}{upper}*{lower}+{end}|{begin}{upper}+{lower}*{end}"
+        if han:
+            words = rf"\p{{Han}}+|{words}"
+        else:
+            marks = r"[\r\n/]*"
+    return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+{marks}|\s*[\r\n]+|{SPACES}"
+
+
+KIMI = word_pattern(r"\p{N}{1,3}", cased=True, contractions=ANY_CASE, han=True)
+_PATTERNS = {"TikTokenTokenizer": KIMI}
+"""The pattern of `tiktoken.model` by `tokenizer_class`: checkpoints have it only as code."""
+
+
+def score_merges(
+    tokens: Sequence[str], kinds: Sequence[int], scores: Sequence[float]
+) -> list[tuple[str, str]]:
+    """Return the pairs of tokens that make a normal token, by falling score of that token."""
+    vocabulary = frozenset(tokens)
+    normal = [i for i, kind in enumerate(kinds) if kind == NORMAL]
+    return [
+        (left, right)
+        for token in (tokens[i] for i in sorted(normal, key=lambda i: -scores[i]))
+        for end in range(len(token) - 1, 0, -1)
+        if (left := token[:end]) in vocabulary and (right := token[end:]) in vocabulary
+    ]
+
+
+def byte_level_tokenizer(
+    tokens: Sequence[str],
+    merges: Sequence[tuple[str, str]],
+    patterns: Iterable[str],
+    *,
+    whole_words: bool,
+) -> Tokenizer:
+    """Return a byte-level BPE.
+
+    Args:
+        tokens: by id.
+        merges: pairs of tokens that are merged, the first ones first.
+        patterns: texts are split at one after the other.
+        whole_words: whether a word that is a token is not split.
+    """
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=whole_words))
+    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def sentencepiece_bpe(
+    tokens: Sequence[str],
+    kinds: Sequence[int],
+    scores: Sequence[float],
+    unknown: int | None,
+    *,
+    byte_fallback: bool = True,
+) -> models.BPE:
+    """Return a BPE that merges the pair whose token has the best score, as SentencePiece does."""
+    return models.BPE(
+        {token: i for i, token in enumerate(tokens)},
+        score_merges(tokens, kinds, scores),
+        unk_token=tokens[unknown] if unknown is not None and unknown < len(tokens) else None,
+        fuse_unk=True,
+        byte_fallback=byte_fallback,
+    )
+
+
+def sentencepiece_tokenizer(
+    model: models.Model,
+    *,
+    spaced: bool,
+    once: bool = False,
+    before: Sequence[normalizers.Normalizer] = (),
+) -> Tokenizer:
+    """Return a tokenizer that writes spaces as `▁`.
+
+    Args:
+        model: of texts without spaces.
+        spaced: whether a space is put before a text.
+        once: whether none is put before the text after an added token.
+        before: normalizers that come first.
+    """
+    tokenizer = Tokenizer(model)
+    prefix = [normalizers.Prepend("▁")] if spaced and not once else []
+    replace = normalizers.Replace(" ", "▁")
+    tokenizer.normalizer = normalizers.Sequence([*before, *prefix, replace])
+    if spaced and once:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    tokenizer.decoder = decoders.Sequence(
+        [
+            *(decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()),
+            *([decoders.Strip(" ", 1, 0)] if spaced else []),
+        ]
+    )
+    return tokenizer
+
+
+def add_tokens(
+    tokenizer: Tokenizer,
+    tokens: Sequence[str],
+    kinds: Sequence[int],
+    more: Mapping[int, AddedToken] | None = None,
+) -> None:
+    """Add the tokens of special kinds, which texts are split at, and those in `more` by id."""
+    added = {
+        i: AddedToken(tokens[i], normalized=False, special=bool(kind != USER_DEFINED))
+        for i, kind in enumerate(kinds)
+        if UNKNOWN <= kind <= USER_DEFINED
+    }
+    tokenizer.add_tokens(list((added | dict(more or {})).values()))
+
+
+# Files of checkpoints without `tokenizer.json`.
+
+
+def read_vocabulary(path: Path, settings: Mapping[str, Any]) -> Tokenizer:
+    """Return the tokenizer of one of `VOCABULARY_FILES`.
+
+    `settings` are the contents of `tokenizer_config.json`. Raises `CheckpointError` for a file that
+    cannot be read, `ValueError` for one that is not supported, and other errors for a damaged one.
+    """
+    added = _added_tokens(settings)
+    if path.name == "tokenizer.model":
+        once = settings.get("legacy") is False
+        return _sentencepiece(read_bytes(path, _MOST_BYTES), added, once=once)
+    special: list[str] = []
+    if path.name == "tekken.json":
+        special, words, pattern = _tekken(read_json_object(path, _MOST_BYTES))
+    else:
+        words, pattern = _tiktoken(read_bytes(path, _MOST_BYTES), settings)
+    tokens = [*special, *(word.decode("latin-1").translate(_CHAR_OF_BYTE) for word in words)]
+    kinds = [CONTROL] * len(special) + [NORMAL] * len(words)
+    _place(added, tokens, kinds)
+    merges = score_merges(tokens, kinds, range(0, -len(tokens), -1))
+    tokenizer = byte_level_tokenizer(tokens, merges, [pattern], whole_words=True)
+    add_tokens(tokenizer, tokens, kinds, added)
+    return tokenizer
+
+
+def _added_tokens(settings: Mapping[str, Any]) -> dict[int, AddedToken]:
+    """Return the tokens of `added_tokens_decoder` by id."""
+    found = {}
+    for key, entry in settings.get("added_tokens_decoder", {}).items():
+        if int(key) not in range(_MOST_TOKENS) or not isinstance(entry.get("content"), str):
+            raise ValueError(
+                f"tokenizer_config.json: added_tokens_decoder[{bounded_repr(key, 40)}] must have"
+                f" an id below {_MOST_TOKENS} and a content"
+            )
+        flags = {flag: entry.get(flag) is True for flag in _FLAGS}
+        found[int(key)] = AddedToken(entry["content"], normalized=False, **flags)
+    return found
+
+
+def _place(added: Mapping[int, AddedToken], tokens: list[str], kinds: list[int]) -> None:
+    """Give added tokens their ids, with reserved tokens between them."""
+    tokens += (f"<|reserved_token_{i}|>" for i in range(len(tokens), max(added, default=-1) + 1))
+    kinds += [CONTROL] * (len(tokens) - len(kinds))
+    for token_id, token in added.items():
+        tokens[token_id], kinds[token_id] = token.content, CONTROL
+
+
+def _tekken(content: Mapping[str, Any]) -> tuple[list[str], list[bytes], str]:
+    """Return special tokens, which have the first ids, other tokens, and the pattern of words."""
+    config, listed = content["config"], content.get("special_tokens")
+    if listed is None:
+        raise ValueError("it lists no special_tokens: tokenizers before v7 are not supported")
+    names = {entry["rank"]: entry["token_str"] for entry in listed}
+    count = config.get("default_num_special_tokens", len(names))
+    if count > _MOST_TOKENS:
+        raise ValueError(f"default_num_special_tokens = {count} is more than {_MOST_TOKENS}")
+    entries = content["vocab"][: config["default_vocab_size"] - count]
+    words = [b64decode(entry["token_bytes"], validate=True) for entry in entries]
+    return [names.get(i, f"<SPECIAL_{i}>") for i in range(count)], words, config["pattern"]
+
+
+def _tiktoken(content: bytes, settings: Mapping[str, Any]) -> tuple[list[bytes], str]:
+    """Return the tokens of lines with a token in base64 and its id, and the pattern of words."""
+    name = settings.get("tokenizer_class")
+    if name not in _PATTERNS:
+        raise ValueError(
+            f"tokenizer_config.json has the tokenizer_class {bounded_repr(name, 60)}; supported:"
+            f" {', '.join(_PATTERNS)}. Remove the file to serve requests of token ids"
+        )
+    lines = (line.split() for line in content.splitlines() if line)
+    ranked = sorted((int(rank), b64decode(word, validate=True)) for word, rank in lines)
+    if [rank for rank, _ in ranked] != list(range(len(ranked))):
+        raise ValueError("its ranks are not 0, 1, 2 and so on")
+    return [word for _, word in ranked], _PATTERNS[name]
+
+
+def _sentencepiece(content: bytes, added: Mapping[int, AddedToken], *, once: bool) -> Tokenizer:
+    """Return the tokenizer of a `ModelProto`; with `once`, see `sentencepiece_tokenizer`."""
+    pieces, trainer, normalizer = [], {}, {}
+    for number, value in _fields(content):
+        if number == 1:
+            pieces.append(dict(_fields(value)))
+        elif number == 2:
+            trainer = dict(_fields(value))
+        elif number == 3:
+            normalizer = dict(_fields(value))
+    tokens = [piece[1].decode() for piece in pieces]
+    kinds = [piece.get(3, NORMAL) for piece in pieces]
+    _place(added, tokens, kinds)
+    scores = [struct.unpack("<f", piece.get(2, bytes(4)))[0] for piece in pieces]
+    scores += [0.0] * (len(tokens) - len(scores))
+    algorithm, unknown = trainer.get(3, _UNIGRAM), trainer.get(40, 0)
+    fallback, as_suffix = bool(trainer.get(35)), trainer.get(24)
+    if algorithm not in (_UNIGRAM, _BPE) or as_suffix:
+        raise ValueError("it is neither a unigram model nor a BPE, or has spaces after words")
+    model: models.Model
+    if algorithm == _BPE:
+        model = sentencepiece_bpe(tokens, kinds, scores, unknown, byte_fallback=fallback)
+    else:
+        model = models.Unigram(list(zip(tokens, scores, strict=True)), unknown, fallback)
+    before: list[normalizers.Normalizer] = []
+    if charsmap := normalizer.get(2):
+        before.append(normalizers.Precompiled(charsmap))
+    if normalizer.get(4, True):  # remove_extra_whitespaces
+        before.append(normalizers.Replace(Regex(r"\A +| +\z"), ""))
+        before.append(normalizers.Replace(Regex(" {2,}"), " "))
+    spaced = bool(normalizer.get(3, True))  # add_dummy_prefix
+    tokenizer = sentencepiece_tokenizer(model, spaced=spaced, once=once, before=before)
+    add_tokens(tokenizer, tokens, kinds, added)
+    return tokenizer
+
+
+def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
+    """Iterate over the fields of a protocol buffer: numbers, and values as integers or bytes."""
+    place = 0
+    while place < len(message):
+        key, place = _varint(message, place)
+        if key & 7 == 0:
+            value, place = _varint(message, place)
+            yield key >> 3, value
+            continue
+        size = _FIXED.get(key & 7)
+        if size is None:
+            size, place = _varint(message, place)
+        if place + size > len(message):
+            raise ValueError("it is cut off, or not a SentencePiece model")
+        yield key >> 3, message[place : place + size]
+        place += size
+
+
+def _varint(message: bytes, place: int) -> tuple[int, int]:
+    """Return an integer of at most 64 bits, and the place after it."""
+    value = 0
+    for shift in range(0, 64, 7):
+        byte = message[place]
+        place += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, place
+    raise ValueError("it has an integer of more than 64 bits")
