@@ -35,6 +35,7 @@ from .gguf_file import GGUFFile, GGUFTensor, gguf_package
 _MODEL_TYPES = {
     **dict.fromkeys(("llama", "qwen2", "qwen3", "gemma2", "phi3", "granite", "olmo2"), ""),
     **dict.fromkeys(("glm4", "smollm3", "cohere2", "lfm2"), ""),
+    **{"qwen2vl": "qwen2", "qwen3vl": "qwen3", "qwen3vlmoe": "qwen3_moe"},
     **{"qwen3moe": "qwen3_moe", "gemma3": "gemma3_text", "chatglm": "glm"},
     **{"deepseek2": "deepseek_v2", "gpt-oss": "gpt_oss", "llama4": "llama4_text"},
 }
@@ -82,6 +83,8 @@ _END_OF_TURN = (
 """Control tokens that end an output, whether or not the metadata says so."""
 _CONTROL = 3
 _SIGMOID = 2
+_DEEPSEEK_V3_EXPERTS = 256
+"""Older files lack the groups of experts, which of its relatives only DeepSeek V3 has."""
 _LLAMA3_CONTEXT = 8192
 """`original_max_position_embeddings` of all published models with a `llama3` rope. Files have only
 the factors that follow from it."""
@@ -174,7 +177,7 @@ def _add_of_architecture(config: dict[str, Any], metadata: _Metadata) -> None:
     """Add what metadata leaves to the code of llama.cpp, or has under other keys."""
     number, rope = metadata.number, config["rope_scaling"]
     match metadata.architecture:
-        case "qwen3moe":
+        case "qwen3moe" | "qwen3vlmoe":
             config["norm_topk_prob"] = True
         case "cohere2":
             config["logit_scale"] = config.get("logits_scaling")
@@ -194,6 +197,8 @@ def _add_of_architecture(config: dict[str, Any], metadata: _Metadata) -> None:
             if rope is not None and (scale := number("rope.scaling.yarn_log_multiplier")):
                 rope |= dict.fromkeys(("mscale", "mscale_all_dim"), round(10 * scale, 6))
             grouped = number("expert_group_count", 1) > 1
+            if "n_group" not in config and number("expert_count") != _DEEPSEEK_V3_EXPERTS:
+                config |= {"n_group": 1, "topk_group": 1}  # Kimi K2
             config |= {
                 "num_key_value_heads": config.get("num_attention_heads"),
                 "qk_rope_head_dim": rotated,

@@ -79,6 +79,29 @@ def test_family_has_the_logits_of_its_checkpoint(tmp_path: Path, variant: str) -
     check_logits(tmp_path / "model.gguf", model)
 
 
+@pytest.mark.parametrize(
+    ("architecture", "variant"),
+    [("qwen2vl", "qwen2"), ("qwen3vl", "qwen3_yarn"), ("qwen3vlmoe", "qwen3_moe")],
+)
+def test_text_of_models_of_images(tmp_path: Path, architecture: str, variant: str) -> None:
+    model = saved(tmp_path / "checkpoint", variant, **CASES[variant])
+    sections = {"rope__dimension_sections": [1, 1, 1, 0]}
+    write_gguf(model, tmp_path / "model.gguf", architecture=architecture, **sections)
+    check_logits(tmp_path / "model.gguf", model)
+
+
+@pytest.mark.parametrize(("experts", "groups"), [(8, (1, 1)), (256, (8, 4))])
+def test_groups_of_experts_that_older_files_lack(
+    tmp_path: Path, experts: int, groups: tuple[int, int]
+) -> None:
+    model = saved(tmp_path / "checkpoint", "deepseek_v3_moe", num_experts_per_tok=1)
+    counts = {"expert_count": experts, "expert_group_count": None, "expert_group_used_count": None}
+    write_gguf(model, tmp_path / "model.gguf", **counts)
+    found = gguf_config(open_gguf(tmp_path / "model.gguf")).experts
+    assert found is not None
+    assert (found.n_group, found.topk_group) == groups
+
+
 TYPES = list(GGUF_TYPES.values())
 WIDE = {
     **{"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2},

@@ -96,6 +96,7 @@ def write_gguf(
     path: Path,
     encode: Encode = plain,
     extra: Mapping[str, Array] = MappingProxyType({}),
+    architecture: str = "",
     **changes: Any,
 ) -> None:
     """Write a tiny model as llama.cpp converts it.
@@ -105,10 +106,11 @@ def write_gguf(
         path: of the file.
         encode: of its matrices.
         extra: more tensors.
+        architecture: empty: of the model's type.
         **changes: metadata, with `.` as `__`, after the architecture; None: left out.
     """
     config = model.reference.config
-    architecture = ARCHITECTURES.get(config.model_type, config.model_type)
+    architecture = architecture or ARCHITECTURES.get(config.model_type, config.model_type)
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in (_metadata(model, architecture) | changes).items():
         if value is not None:
