@@ -16,8 +16,7 @@ from stepgraph.cache.arena import Storage
 from stepgraph.runtime import ConfigError, EngineConfig
 from stepgraph.runtime.engine.self_test import check_kernels
 from stepgraph.runtime.kernels import LayerPlace, Routing
-from stepgraph.runtime.kernels.ops.linear import LinearTensors
-from stepgraph.runtime.kernels.weights import FP8, INT8, MODEL, WeightStorage
+from stepgraph.runtime.kernels.weights import INT8, MODEL, WeightStorage
 from stepgraph.runtime.loading.checkpoint import read_config
 from stepgraph.runtime.models.resolved_config import ResolvedConfig, check_batch_invariant
 from stepgraph.runtime.tools.memory_report import resolve_absent
@@ -36,8 +35,6 @@ from stepgraph.runtime.kernels.triton.kernel_calls import (
     KernelCall,
     record_kernel_calls,
 )
-from stepgraph.runtime.kernels.triton.linear import reference_linear
-from stepgraph.runtime.kernels.triton.linear_kernels import linear_of_any_rows
 from stepgraph.runtime.kernels.triton.prefill_attention import (
     any_tiling,
     prefill_attention,
@@ -57,35 +54,6 @@ TOLERANCE = {F32: 1e-5, F16: 4e-3, BF16: 3e-2}
 
 
 # Operations --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("processors", [1, 132])
-@pytest.mark.parametrize(
-    ("dtype", "weights"), [(BF16, MODEL), (F32, MODEL), (BF16, INT8), (F16, FP8)]
-)
-def test_rows_of_a_product_do_not_depend_on_the_others(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, weights: WeightStorage, processors: int
-) -> None:
-    monkeypatch.setattr(kernel_calls, "MULTIPROCESSORS", processors)
-    weight, scales = (torch.randn(150, 200) / 14).to(dtype), None
-    if weights != MODEL:
-        weight, scales = weights.quantise(weight)
-        scales = scales.to(DEVICE)
-    bias = torch.randn(150, device=DEVICE).to(dtype)
-    linear = LinearTensors(weight.to(DEVICE), scales, bias)
-    x = torch.randn(70, 200, device=DEVICE).to(dtype)
-
-    def product(rows: Tensor) -> Tensor:
-        out = rows.new_empty(len(rows), 150)
-        linear_of_any_rows(rows, linear, out)
-        return out
-
-    together = product(x)
-    expected = reference_linear(x, linear)
-    torch.testing.assert_close(together, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
-    for count in (1, 7, 33):
-        some = torch.randperm(70, device=DEVICE)[:count]
-        assert same_bits(product(x[some]), together[some])
 
 
 @pytest.mark.parametrize(

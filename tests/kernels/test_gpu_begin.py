@@ -8,9 +8,9 @@ import torch
 pytest.importorskip("triton")
 
 from stepgraph.runtime.kernels.triton.begin import EmbeddingTable, begin_decode
-from stepgraph.runtime.kernels.weights import INT8
+from stepgraph.runtime.kernels.weights import INT8, dequantise
 
-from ..rigs.gpu_references import DEVICE, reference_begin_decode
+from ..rigs.gpu_references import DEVICE
 
 
 def test_every_byte_of_fp8_is_decoded() -> None:
@@ -47,18 +47,23 @@ def test_a_step_begins_as_in_torch(
     else:
         dtype = getattr(torch, storage)
         weight = weight.to(dtype)
-    args = (
-        torch.randperm(rows, device=DEVICE)[:tokens],
-        torch.randint(2 * vocab if held else vocab, (rows,), device=DEVICE),
-        torch.randint(columns * block_size, (rows,), device=DEVICE),
-        torch.randint(100, (groups, rows, columns), dtype=torch.int32, device=DEVICE),
-        block_size,
-        EmbeddingTable(weight, scales, dtype, factor, held),
-        torch.rand(2, 3, half, device=DEVICE).unbind(),
-    )
-    out, expected = begin_decode(*args), reference_begin_decode(*args)
-    torch.testing.assert_close(tuple(out), tuple(expected), atol=1e-6, rtol=1e-6)
-    assert torch.equal(out.slots, expected.slots)
+    own = torch.randperm(rows, device=DEVICE)[:tokens]
+    token_ids = torch.randint(2 * vocab if held else vocab, (rows,), device=DEVICE)
+    positions = torch.randint(columns * block_size, (rows,), device=DEVICE)
+    tables = torch.randint(100, (groups, rows, columns), dtype=torch.int32, device=DEVICE)
+    frequencies, amplitudes = torch.rand(2, 3, 1, half, device=DEVICE).unbind()
+    embedding = EmbeddingTable(weight, scales, dtype, factor, held)
+    rotations = frequencies[:, 0], amplitudes[:, 0]
+    out = begin_decode(own, token_ids, positions, tables, block_size, embedding, rotations)
+    position = positions[own]
+    angles = position[:, None].float() * frequencies
+    exact = weight if scales is None else dequantise(weight, scales).to(dtype)
+    places = token_ids[own] - (held.start if held else 0)
+    x = exact[places.clamp(0, vocab - 1)] * factor
+    x[(places < 0) | (places >= vocab)] = 0.0
+    slots = tables[:, own, position // block_size] * block_size + position % block_size
+    expected = (x, position, slots.long(), angles.cos() * amplitudes, angles.sin() * amplitudes)
+    torch.testing.assert_close(tuple(out), expected, atol=1e-6, rtol=1e-6)
 
 
 def test_angles_of_long_contexts() -> None:

@@ -118,16 +118,6 @@ def test_odd_shapes(operation: str, count: int, dtype: torch.dtype, traits: dict
     assert error(product.run(), product.reference()) < tolerance(dtype)
 
 
-@pytest.mark.parametrize("count", [1, 4])
-def test_a_bounded_prefetch_changes_no_result(count: int) -> None:
-    """Of two rows of gate and two of up."""
-    product = Product("gate_up", count, k=64)
-    config = LinearConfig(8, 32)
-    out_TN = product.run(replace(config, prefetch=5 * 64 * HALF.itemsize))
-    assert torch.equal(out_TN, product.run(config))
-    assert error(out_TN, product.reference()) < tolerance(HALF)
-
-
 @pytest.mark.sampled(13)
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("k", [37, 256, 300])
@@ -157,15 +147,6 @@ def test_what_is_pending_is_added_and_kept(
     expected = pending._replace(out=torch.empty_like(pending.out))
     assert error(out_TN, product.reference(pending=expected)) < tolerance(HALF)
     torch.testing.assert_close(pending.out, expected.out)
-
-
-@pytest.mark.parametrize(("count", "offset"), [(1, True), (3, False), (17, True)])
-def test_against_float64(count: int, offset: bool) -> None:
-    product = Product("norm_linear", count, k=300, offset=offset)
-    x, norm = product.x_TK.double(), product.traits["norm"]
-    x = x * (x.pow(2).mean(-1, keepdim=True) + norm.eps).rsqrt() * (norm.weight.double() + offset)
-    out_TN = product.run()
-    assert error(out_TN, x @ product.linear.weight.double().T) < tolerance(HALF)
 
 
 @pytest.mark.parametrize("count", [1, 5])

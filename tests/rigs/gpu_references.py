@@ -5,9 +5,7 @@ from __future__ import annotations
 import torch
 from stepgraph.runtime.kernels.ops.kv_storage import write_blocks
 from stepgraph.runtime.kernels.ops.linear import LinearTensors
-from stepgraph.runtime.kernels.triton.begin import Beginning, EmbeddingTable
 from stepgraph.runtime.kernels.triton.linear import GpuNorm
-from stepgraph.runtime.kernels.weights import dequantise
 from torch import Tensor
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -51,40 +49,6 @@ def error(out: Tensor, reference: Tensor) -> float:
 
 def tolerance(dtype: torch.dtype) -> float:
     return {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}[dtype]
-
-
-def reference_begin_decode(
-    rows_T: Tensor,
-    token_ids_R: Tensor,
-    positions_R: Tensor,
-    block_tables: Tensor,
-    block_size: int,
-    embedding: EmbeddingTable,
-    rotations: tuple[Tensor, Tensor],
-) -> Beginning:
-    """What `begin_decode` does, in plain torch."""
-    positions_T = positions_R[rows_T]
-    blocks_GT = block_tables[:, rows_T, positions_T // block_size].to(torch.int64)
-    ids_T = token_ids_R[rows_T]
-    own_T: Tensor | None = None
-    if embedding.held is not None:
-        ids_T = ids_T - embedding.held.start
-        own_T = (ids_T >= 0) & (ids_T < len(embedding.held))
-        ids_T = ids_T.clamp(0, len(embedding.held) - 1)
-    x_TD = embedding.weight[ids_T]
-    if embedding.scales is not None:
-        x_TD = dequantise(x_TD, embedding.scales[ids_T]).to(embedding.dtype)
-    if own_T is not None:
-        x_TD = x_TD.masked_fill(~own_T[:, None], 0.0)
-    frequencies, amplitudes = (part[:, None] for part in rotations)
-    angles_KTE = positions_T[:, None].float() * frequencies
-    return Beginning(
-        x=x_TD if embedding.factor == 1.0 else x_TD * embedding.factor,
-        positions=positions_T,
-        slots=blocks_GT * block_size + positions_T % block_size,
-        cos=angles_KTE.cos() * amplitudes,
-        sin=angles_KTE.sin() * amplitudes,
-    )
 
 
 def reference_store(
