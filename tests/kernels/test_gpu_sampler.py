@@ -166,32 +166,6 @@ def test_parameters_that_leave_no_distribution() -> None:
         check_parameters_that_leave_no_distribution(sampler.full, DEVICE)
 
 
-def test_fewer_possible_tokens_than_top_tokens() -> None:
-    logits = torch.full((2, 300), -math.inf, device=DEVICE)
-    logits[0, [2, 250, 17]] = torch.tensor([1.0, 3.0, 2.0], device=DEVICE)
-    logits[1, 217] = -4.0
-    output = compare([SamplingParams(seed=1), SamplingParams(top_k=5)], logits)
-    assert output.top_ids[0, :3].tolist() == [250, 17, 2]
-    assert int(output.tokens[1]) == 217
-    for lane, possible in ((0, 3), (1, 1)):
-        assert bool(output.top_logprobs[lane, :possible].isfinite().all())
-        assert bool((output.top_logprobs[lane, possible:] == -math.inf).all())
-
-
-def test_one_allowed_token_of_logits_that_are_not_finite_otherwise() -> None:
-    """Neither -inf for the only allowed token nor NaN for a forbidden one gives a distribution."""
-    logits = logits_of(4, 300, 1, torch.float32).to(DEVICE)
-    bits = torch.zeros(4, 10, dtype=torch.int32, device=DEVICE)
-    bits[:, 7] = 1 << 3  # token 227
-    logits[1, 227], logits[2, 9], logits[3, 9] = -math.inf, math.nan, -math.inf
-    masks = LaneMasks(bits, torch.arange(4, device=DEVICE))
-    params = [SamplingParams(seed=lane, min_p=0.1) for lane in range(4)]
-    output = compare(params, logits, masks=masks)
-    for tokens in (output.tokens, triton_sampler.greedy(logits, masks)):
-        assert tokens.tolist() == [227, NON_FINITE, NON_FINITE, 227]
-    assert output.logprob[0] == 0.0
-
-
 # Masks and feedback ------------------------------------------------------------------------------
 
 
