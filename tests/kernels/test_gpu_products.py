@@ -19,10 +19,10 @@ from stepgraph.runtime.kernels.triton.linear import (
 )
 from stepgraph.runtime.kernels.triton.linear_kernels import (
     gate_up,
-    library_linear,
     norm_linear,
     reference_product,
     residual_linear,
+    unfused_linear,
 )
 from stepgraph.runtime.kernels.triton.rowwise import (
     activate_rows,
@@ -226,7 +226,7 @@ def test_many_rows_of_every_storage(
     x_TK, linear = rows(count, k, dtype), random_linear(n, k, dtype, storage, bias=True)
     x_TK[3] = float("nan")
     out_TN = poisoned(count, n, dtype=dtype)
-    library_linear(x_TK, linear, out_TN)
+    unfused_linear(x_TK, linear, out_TN)
     assert out_TN[3].isnan().all()
     whole = torch.arange(count, device=x_TK.device) != 3
     assert error(out_TN[whole], reference_linear(x_TK, linear)[whole]) < tolerance(dtype)

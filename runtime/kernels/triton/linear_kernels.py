@@ -29,7 +29,6 @@ weight; so blocks of the weight are small where large ones would leave processor
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -267,7 +266,7 @@ def linear_product(
     activate: Activate | None = None,
     scale: float = 1.0,
     config: LinearConfig | None = None,
-    product: Callable[[Tensor, LinearTensors, Tensor], None] | None = None,
+    any_tokens: bool = False,
 ) -> None:
     """`out = residual + scale * linear(norm(x))`, of up to four rows in one kernel.
 
@@ -286,8 +285,7 @@ def linear_product(
         activate: without limit, alpha and offset.
         scale: factor of results.
         config: sizes for up to four rows; None: as tuned, or the default.
-        product: `product(x_TK, linear, out_TN)` of any number of rows; None: the library's, if
-            there are more than four.
+        any_tokens: as for `unfused_linear`, which multiplies more than four rows, and here any.
 
     Raises ValueError for sizes that do not fit together.
     """
@@ -302,16 +300,14 @@ def linear_product(
         )
     if linear.weight.dtype not in STORAGES:
         raise TypeError(f"{name}: no kernel for weights of {linear.weight.dtype}")
-    if product is None and rows > FEW_ROWS:
-        product = library_linear
-    if product is not None:
+    if any_tokens or rows > FEW_ROWS:
         if norm is not None or pending is not None:
             normed_TK = torch.empty_like(x_TK)
             norm_rows(x_TK, norm, normed_TK, pending)
             x_TK = normed_TK
         direct = not gated and residual_TN is None and scale == 1.0
         product_TN = out_TN if direct else x_TK.new_empty(rows, stored_n)
-        product(x_TK, linear, product_TN)
+        unfused_linear(x_TK, linear, product_TN, any_tokens=any_tokens)
         if activate is not None:
             activate_rows(product_TN, out_TN, activate)
         elif residual_TN is not None:
@@ -388,13 +384,18 @@ class RowSizes(NamedTuple):
     num_warps: int = 4
 
 
-def library_linear(x_TK: Tensor, linear: LinearTensors, out_TN: Tensor) -> None:
-    """`out = linear(x)`, any number of rows; all contiguous, activations in the model's dtype."""
-    if linear.scales is not None:
+def unfused_linear(
+    x_TK: Tensor, linear: LinearTensors, out_TN: Tensor, *, any_tokens: bool = False
+) -> None:
+    """`out = linear(x)`, any number of rows; all contiguous, activations in the model's dtype.
+
+    With `any_tokens` the bits of a row do not depend on T, nor on the other rows.
+    """
+    if any_tokens or linear.scales is not None:
         rows, n = out_TN.shape
         multiprocessors = num_multiprocessors(x_TK.device)
         sizes = _sizes(n, x_TK.dtype, multiprocessors)
-        many = rows > 64 and x_TK.dtype != torch.float32
+        many = rows > 64 and x_TK.dtype != torch.float32 and not any_tokens
         if many and -(-rows // 128) * -(-n // 128) >= _SHARE * multiprocessors:
             sizes = RowSizes(128, 128, 64, 4, num_warps=8)
         tiled_product(x_TK, linear, out_TN, sizes)
@@ -402,12 +403,6 @@ def library_linear(x_TK: Tensor, linear: LinearTensors, out_TN: Tensor) -> None:
         torch.mm(x_TK, linear.weight.T, out=out_TN)
     else:
         torch.addmm(linear.bias, x_TK, linear.weight.T, out=out_TN)
-
-
-def linear_of_any_rows(x_TK: Tensor, linear: LinearTensors, out_TN: Tensor) -> None:
-    """As `library_linear`; the bits of a row do not depend on T, nor on the other rows."""
-    sizes = _sizes(out_TN.shape[1], x_TK.dtype, num_multiprocessors(x_TK.device))
-    tiled_product(x_TK, linear, out_TN, sizes)
 
 
 def _sizes(n: int, dtype: torch.dtype, multiprocessors: int) -> RowSizes:

@@ -24,7 +24,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,7 +52,7 @@ from .experts import experts
 from .fusion import is_clamped
 from .kernel_calls import num_multiprocessors
 from .linear import GpuNorm, Pending
-from .linear_kernels import gate_up, linear_of_any_rows, norm_linear, residual_linear
+from .linear_kernels import gate_up, norm_linear, residual_linear
 from .prefill_attention import SPLIT, any_tiling, prefill_attention, prefill_tiles, prefill_tiling
 from .rowwise import activate_rows, norm_rows
 from .split_attention import choose_splits, new_counters, new_partials
@@ -80,14 +79,8 @@ class Operations:
     @classmethod
     def batch_invariant(cls) -> Operations:
         """Return the kernels whose sums do not depend on the rows of a step."""
-        alone: dict[str, Any] = {"product": linear_of_any_rows}
-        return cls(
-            norm_linear=partial(norm_linear, **alone),
-            residual_linear=partial(residual_linear, **alone),
-            gate_up=partial(gate_up, **alone),
-            route=partial(route, any_tokens=True),
-            experts=partial(experts, any_tokens=True),
-        )
+        plain, names = cls(), ("norm_linear", "residual_linear", "gate_up", "route", "experts")
+        return cls(**{name: partial(getattr(plain, name), any_tokens=True) for name in names})
 
 
 @dataclass(frozen=True, slots=True)
