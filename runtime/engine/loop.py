@@ -242,7 +242,6 @@ class StepLoop:
         self.intact = True
         """False while an operation changes the state, and for good if an exception interrupts it:
         requests and blocks are then inconsistent."""
-        self._add = self.requests.add
         self._posted: deque[tuple[Any, ...]] = deque()
         self._in_flight = in_flight
         self.step_budget = step_budget
@@ -260,8 +259,8 @@ class StepLoop:
     @property
     def num_posted(self) -> int:
         """Posted requests that the next step will queue."""
-        posted = tuple(self._posted)
-        return sum(len(group.requests) for change, group, *_ in posted if change == self._add)
+        posted, add = tuple(self._posted), self.requests.add
+        return sum(len(group.requests) for change, group, *_ in posted if change == add)
 
     def post_add(self, group: RequestGroup) -> None:
         """Queue the requests of a group in the next step. Any thread may call it at any time.
@@ -275,7 +274,7 @@ class StepLoop:
                     " returned: choose another, or leave it out",
                     field="request_id",
                 )
-            self._posted.append((self._add, group))
+            self._posted.append((self.requests.add, group))
         except BaseException:
             self.post(self.requests.discard, group)
             raise

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, repeat
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 
@@ -72,11 +72,6 @@ class LaunchedStep:
     """Requests that end before the tokens of this step."""
 
 
-def current_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the current stream of a device, which need not be the current device."""
-    return torch.cuda.current_stream(device)
-
-
 class HostOutputs:
     """Preallocated host buffers for step outputs, with one copy per launch.
 
@@ -98,10 +93,11 @@ class HostOutputs:
             }
             for _ in range(OUTPUT_SETS)
         ]
-        self._events: list[OutputEvents] | None = None
+        self._events: list[tuple[torch.cuda.Event, ...]] = []
+        """Of each set: start and end of a timed step, and end of one without timing."""
         if on_cuda:
             self._events = [
-                OutputEvents(*(torch.cuda.Event(enable_timing=t) for t in (True, True, False)))
+                tuple(torch.cuda.Event(enable_timing=timed) for timed in (True, True, False))
                 for _ in range(OUTPUT_SETS)
             ]
         self._views: dict[tuple[object, ...], StepOutput] = {}
@@ -128,9 +124,7 @@ class HostOutputs:
 
     def begin(self, number: int) -> torch.cuda.Event | None:
         """Record and return the start event of step `number`; None without events."""
-        if self._events is None:
-            return None
-        return self._record(self._events[number % OUTPUT_SETS].began)
+        return self._record(self._events[number % OUTPUT_SETS][0]) if self._events else None
 
     def copy_async(self, number: int, phase: Phase, output: StepOutput) -> StepOutput:
         """Issue the copy of the outputs of step `number`; return the views of them on the host.
@@ -161,24 +155,14 @@ class HostOutputs:
 
         `began` is the result of `begin` for the step; None: the step is not timed.
         """
-        if self._events is None:
+        if not self._events:
             return None
-        events = self._events[number % OUTPUT_SETS]
-        return self._record(events.arrived if began is None else events.timed_arrived)
+        _, timed, untimed = self._events[number % OUTPUT_SETS]
+        return self._record(untimed if began is None else timed)
 
     def _record(self, event: torch.cuda.Event) -> torch.cuda.Event:
-        event.record(current_stream(self._device))
+        event.record(torch.cuda.current_stream(self._device))  # it need not be the current device
         return event
-
-
-class OutputEvents(NamedTuple):
-    """Events of the steps that use one set of outputs."""
-
-    began: torch.cuda.Event
-    """Start of a timed step; with timing, like the next one."""
-    timed_arrived: torch.cuda.Event
-    arrived: torch.cuda.Event
-    """Without timing."""
 
 
 def _draft_bytes(rows: int, drafts: int) -> int:

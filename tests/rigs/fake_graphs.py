@@ -27,9 +27,9 @@ from stepgraph.graphs.steps import Capture, Step, StepLibrary
 from stepgraph.profiling import attribution
 from stepgraph.profiling.attribution import NodeKind
 from stepgraph.runtime.engine import startup
-from stepgraph.runtime.execution import inputs, outputs, runner, sample_steps
+from stepgraph.runtime.execution import inputs, runner, sample_steps
 from stepgraph.runtime.execution.inputs import RowState
-from stepgraph.runtime.execution.outputs import OUTPUT_SETS, HostOutputs, OutputEvents, PromptScorer
+from stepgraph.runtime.execution.outputs import OUTPUT_SETS, HostOutputs, PromptScorer
 from stepgraph.runtime.execution.runner import DrafterCache, Runner
 from stepgraph.runtime.execution.step_key import StepKey
 from stepgraph.runtime.execution.token_masks import TokenMasks
@@ -409,7 +409,7 @@ def make_fake_graphs(monkeypatch: pytest.MonkeyPatch) -> FakeGraphs:
     def with_events(self: HostOutputs, *args: Any, **kwargs: Any) -> None:
         make_outputs(self, *args, **kwargs)
         self._events = [
-            OutputEvents(*(FakeEvent(graphs.stream, timed=timed) for timed in (True, True, False)))  # type: ignore[arg-type]
+            tuple(FakeEvent(graphs.stream, timed=timed) for timed in (True, True, False))  # type: ignore[misc]
             for _ in range(OUTPUT_SETS)
         ]
 
@@ -445,6 +445,6 @@ def make_fake_graphs(monkeypatch: pytest.MonkeyPatch) -> FakeGraphs:
         monkeypatch.setattr(module, "StaticBuffers", partial(MirroredBuffers, graphs))
     monkeypatch.setattr(HostOutputs, "copy_async", logged_copy)
     monkeypatch.setattr(HostOutputs, "__init__", with_events)
-    monkeypatch.setattr(outputs, "current_stream", lambda device: graphs.stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: graphs.stream)
     monkeypatch.setattr(Runner, "read", logged_read)
     return graphs
