@@ -23,18 +23,11 @@ from ...prompt_ids import too_long
 from ...sampling_params import MAX_TOKEN_ID
 from ..async_engine import AsyncEngine
 from ..health import Health
+from . import generation
 from .exchange import BodyLimits, Endpoint, ErrorBody, Exchange, HttpError, invalid
-from .generation import Operation, Service, chat, complete
+from .generation import Operation, Service
 from .output_parsers import make_output_parser
-from .requests import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-    UnknownFields,
-    chat_prompt,
-)
-from .responses import Chat, Completion
+from .requests import DetokenizeRequest, TokenizeRequest, UnknownFields, chat_prompt
 from .token_text import TokenTexts
 
 if TYPE_CHECKING:  # it needs prometheus-client
@@ -195,10 +188,7 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("GET", "/ready"): Operation(ready, Health, statuses=(200, 503)),
     ("GET", "/metrics"): Operation(metrics, None),
     ("GET", "/version"): Operation(version, Version),
-    ("POST", "/v1/completions"): Operation(
-        complete, Completion, body=CompletionRequest, event=Completion
-    ),
-    ("POST", "/v1/chat/completions"): Operation(chat, Chat, body=ChatRequest, event=Chat),
+    **generation.OPERATIONS,
     ("POST", "/tokenize"): Operation(tokenize, Tokens, body=TokenizeRequest),
     ("POST", "/detokenize"): Operation(detokenize, Text, body=DetokenizeRequest),
 }
@@ -240,7 +230,8 @@ def app(
     if not model_names:
         raise ConfigError("model_names must have at least one name")
     make_output_parser(tool_parser, reasoning_parser)  # checks the names
-    fields = UnknownFields(engine.config.unknown_fields, (ChatRequest, CompletionRequest))
+    kinds = [each.body for each in OPERATIONS.values() if each.body and each.event]
+    fields = UnknownFields(engine.config.unknown_fields, kinds)
     service = Service(engine, tuple(model_names), fields, metrics, tool_parser, reasoning_parser)
     document = openapi_document(needs_key=bool(api_keys))
     digests = [hashlib.sha256(key.encode()).digest() for key in api_keys]

@@ -6,7 +6,7 @@ import asyncio
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -419,3 +419,11 @@ class _ChatAnswer(Answer[ChatRequest]):
             special = tokenizer.special_ids.intersection(delta.token_ids)
             parser.hide(map(TokenTexts(tokenizer).text, special))
         return parser
+
+
+OPERATIONS: Mapping[tuple[str, str], Operation] = {
+    ("POST", "/v1/completions"): Operation(
+        complete, Completion, body=CompletionRequest, event=Completion
+    ),
+    ("POST", "/v1/chat/completions"): Operation(chat, Chat, body=ChatRequest, event=Chat),
+}
