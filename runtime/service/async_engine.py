@@ -330,7 +330,7 @@ class AsyncEngine:
         try:
             future = self._pool.submit(function)
         except RuntimeError as error:
-            raise EngineClosedError("the engine is closed: make a new one") from error
+            raise self._thread.refusal(Phase.CLOSED) from error
         return await asyncio.wrap_future(future)
 
     async def drain(self, timeout: float | None = None) -> bool:

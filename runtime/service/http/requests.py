@@ -560,17 +560,16 @@ class UnknownFields:
                     param=name,
                     code="unsupported_field",
                 )
-        elif name not in _HARMLESS and self._policy != "ignore":
-            self._report(name)
-
-    def _report(self, name: str) -> None:
-        shown = bounded_repr(name)
-        if self._policy == "error":
+        elif name in _HARMLESS or self._policy == "ignore":
+            return
+        elif self._policy == "error":
+            shown = bounded_repr(name)
             raise HttpError(
                 400, f"there is no field {shown}", param=name[:100], code="unknown_field"
             )
-        if name not in self._logged and len(self._logged) < MAX_LOGGED_NAMES:
+        elif name not in self._logged and len(self._logged) < MAX_LOGGED_NAMES:
             self._logged.add(name)
             logger.warning(
-                "requests have the unknown field %s, which is ignored (logged once a name)", shown
+                "requests have the unknown field %s, which is ignored (logged once a name)",
+                bounded_repr(name),
             )
