@@ -36,7 +36,6 @@ class AsyncStream:
         self._thread = thread
         self._loop = asyncio.get_running_loop()
         self._deltas: deque[Delta] = deque()
-        self._waits = False
 
     @property
     def request_id(self) -> str:
@@ -137,19 +136,17 @@ class AsyncStream:
         await self.aclose()
 
     async def _news(self) -> None:
-        if self._waits:
+        handle = self._handle
+        if handle.waiter is not None and not handle.waiter.done():
             raise EngineBusyError(
-                f"another task waits in the stream of request {self._handle.id}: read it in one"
+                f"another task waits in the stream of request {handle.id}: read it in one"
             )
-        self._waits = True
+        handle.waiter = self._loop.create_future()
         try:
-            self._handle.waiter = self._loop.create_future()
-            await self._handle.waiter
+            await handle.waiter
         except BaseException:
             self.abort()
             raise
-        finally:
-            self._waits = False
 
 
 class CallbackThread:

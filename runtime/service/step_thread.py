@@ -137,7 +137,6 @@ class StepThread:
         self._inbox = Inbox()
         self._busy_since_ns: int | None = None
         self._last_step_ns = 0
-        self._closing = False
         self._starting = threading.Lock()
         self._thread = threading.Thread()
 
@@ -252,7 +251,7 @@ class StepThread:
             try:
                 self._make_engine()
                 self.started.set_result(None)
-                while not self._closing:
+                while self.phase is not Phase.CLOSED:
                     self._turn()
             except BaseException as error:
                 if self.started.done():  # else `start` raises it
@@ -271,15 +270,16 @@ class StepThread:
     def _turn(self) -> None:
         """Run the actions that have arrived, then a step if there is work."""
         requests = self.dispatcher
-        if self.engine is None or not requests.has_work:
+        engine = requests.engine
+        if engine is None or not requests.has_work:
             self._busy_since_ns = None
             self._inbox.wait(self._seconds_to_wait())
-            if self.engine is not None and self.engine.has_ranks:
-                self.engine.check_ranks()
+            if engine is not None and engine.has_ranks:
+                engine.check_ranks()
         self._inbox.run()
-        if self._closing:
+        if self.phase is Phase.CLOSED:
             return
-        engine = self.engine
+        engine = requests.engine
         now = time.perf_counter_ns()
         requests.expire(now)
         if engine is not None and requests.has_work:
@@ -305,13 +305,13 @@ class StepThread:
         return _RANK_CHECK_SECONDS if seconds is None else min(seconds, _RANK_CHECK_SECONDS)
 
     def _close(self) -> None:
-        self._closing = True
         self.phase = Phase.CLOSED
 
     def _fail(self, error: BaseException) -> None:
         """End all requests and the engine after an exception."""
         self.failure = error
-        self.phase = Phase.FAILED  # first: clients may read it before the rest is done
+        if self.phase is not Phase.CLOSED:
+            self.phase = Phase.FAILED  # first: clients may read it before the rest is done
         reason = bounded_text(error, MAX_REASON)
         lost = EngineFailedError(f"the engine failed, and the request was lost: {reason}")
         lost.__cause__ = error
@@ -321,8 +321,6 @@ class StepThread:
     def _end(self, error: StepgraphError) -> None:
         """End all requests and the engine."""
         self._busy_since_ns = None
-        if self._closing:
-            self.phase = Phase.CLOSED
         self._close_engine(error)
         self._draining = False
 
