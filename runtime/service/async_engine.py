@@ -184,7 +184,7 @@ class AsyncEngine:
             OverloadedError: too many requests wait.
             EngineUnavailableError, EngineFailedError, EngineClosedError: the engine is not running.
         """
-        loop = asyncio.get_running_loop
+        loop = asyncio.get_running_loop()
         return AsyncStream(
             self._begin(loop, prompt, params, options, num_read=0, streams=True), self._thread
         )
@@ -199,7 +199,7 @@ class AsyncEngine:
 
         Takes the arguments of `stream`; raises as `stream` and `AsyncStream.accepted`.
         """
-        loop = asyncio.get_running_loop
+        loop = asyncio.get_running_loop()
         return await AsyncStream(self._begin(loop, prompt, params, options), self._thread).finish()
 
     async def chat(
@@ -234,7 +234,7 @@ class AsyncEngine:
         if callback is not None:
             check_type("callback", callback, Callable, "a function of a Delta")
         streams = callback is not None
-        handle = self._begin(lambda: self._callbacks, prompt, params, options, streams=streams)
+        handle = self._begin(self._callbacks, prompt, params, options, streams=streams)
         return self._callbacks.consume(handle, self._thread, callback)
 
     def abort(self, request_id: str) -> bool:
@@ -456,7 +456,7 @@ class AsyncEngine:
 
     def _begin(
         self,
-        loop: Callable[[], ConsumerLoop],
+        loop: ConsumerLoop,
         prompt: Prompt,
         params: SamplingParams | None,
         options: RequestOptions,
@@ -467,18 +467,16 @@ class AsyncEngine:
         """Count a request and prepare it: short lists of tokens now, others in a thread.
 
         Those whose grammar has to be compiled have threads of their own, for which no other prompt
-        waits. `loop` returns the event loop of the consumer; see `RequestHandle` for `num_read` and
-        `streams`.
+        waits. See `RequestHandle` for `loop`, `num_read` and `streams`.
         """
         self._check_process()
         handle = make_handle(next(self._ids), params, options, time.perf_counter_ns())
-        handle.num_read, handle.streams = num_read, streams
+        handle.loop, handle.num_read, handle.streams = loop, num_read, streams
         handle.is_chat = isinstance(prompt, ChatPrompt)
         thread = self._thread
         try:
             try:
                 thread.check_serving()
-                handle.loop = loop()
                 thread.dispatcher.register(handle)
             except StepgraphError as error:
                 if not isinstance(error, RequestError):  # else another request has its id
