@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import uvloop
 from stepgraph.runtime import ServiceConfig
 from stepgraph.runtime.errors import EngineBusyError, OverloadedError, RequestError
 
@@ -17,18 +18,9 @@ from ..rigs.service_rig import LONG, PROMPT, SECONDS, do, in_event_loop, joined,
 PROMPTS = [[1, 2, 3, 4, 5], [6, 7], [1, 2, 3, 4, 9, 9], [8]]
 
 
-def new_loops() -> list[Any]:
-    factories: list[Any] = [asyncio.new_event_loop]
-    try:
-        import uvloop
-    except ImportError:
-        return factories
-    return [*factories, uvloop.new_event_loop]
-
-
 def test_several_loops_of_several_threads_share_the_engine() -> None:
     with rig() as r:
-        loops = new_loops()
+        loops: list[Any] = [asyncio.new_event_loop, uvloop.new_event_loop]
 
         def serve(number: int) -> None:
             async def main() -> None:

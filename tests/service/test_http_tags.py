@@ -165,9 +165,7 @@ async def test_tags_in_grammars_are_text(rig: Rig, grammar: dict[str, Any], text
     ("text", "reasoning", "content", "calls"),
     [
         (f"<think>\nWhich?\n</think>\n\nI look.{CALL}", "Which?\n", "I look.", 1),
-        (f"{CALL}\n{CALL}", None, None, 2),
         (f"<think>{CALL}</think>No", CALL, "No", 0),
-        ("<think>never closed", "never closed", "", 0),
     ],
 )
 @in_event_loop

@@ -192,6 +192,7 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("POST", "/tokenize"): Operation(tokenize, Tokens, body=TokenizeRequest),
     ("POST", "/detokenize"): Operation(detokenize, Text, body=DetokenizeRequest),
 }
+"""The endpoints by method and path; an API in a module of its own adds the `OPERATIONS` there."""
 
 
 def app(

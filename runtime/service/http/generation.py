@@ -24,7 +24,7 @@ from ..async_engine import AsyncEngine
 from ..consumers import AsyncStream
 from ..request_handle import Delta
 from .chat_grammars import ReasonedOutput, spells_end_of_reasoning
-from .exchange import EVENT_HEADERS, Exchange, HttpError, event
+from .exchange import EVENT_HEADERS, Exchange, HttpError, encode, event
 from .output_parsers import OutputParser, ends_in_reasoning, make_output_parser
 from .requests import (
     ChatRequest,
@@ -122,7 +122,7 @@ class Answer(ABC, Generic[R]):
 
     def event(self, choice: msgspec.Struct, usage: OptionalUsage) -> bytes:
         """Return the encoded event of a choice."""
-        return event(self.body([choice], usage))
+        return b"data: %b\n\n" % encode(self.body([choice], usage))  # as `event`, a call less
 
     def end(self, usage: OptionalUsage) -> bytes:
         """Return the encoded events after the last choice."""
