@@ -71,16 +71,10 @@ class AdmissionQueue:
             self._served[tenant] = max(self._served.pop(tenant, 0.0), least)
         self._queues.setdefault((handle.priority, tenant), deque()).append(handle)
 
-    def head(self) -> RequestHandle | None:
-        """Return the next request, or None."""
-        if not self._queues:
-            return None
-        return self._queues[min(self._queues, key=lambda key: (key[0], self._served[key[1]]))][0]
-
     def pop(self) -> RequestHandle:
-        """Remove the next request, and charge its prompt to its tenant."""
-        handle = self.head()
-        assert handle is not None, "the queue is empty"
+        """Remove and return the next request, and charge its prompt to its tenant."""
+        first = min(self._queues, key=lambda key: (key[0], self._served[key[1]]))
+        handle = self._queues[first][0]
         self._floor = max(self._floor, self._served[handle.tenant])
         self._served[handle.tenant] += handle.num_prompt_tokens / self._weight(handle.tenant)
         self.remove(handle)
@@ -312,8 +306,8 @@ class Dispatcher:
             return
         gauges = engine.gauges()
         self._num_rows, free = gauges.rows, gauges.free_rows
-        while free > 0 and (handle := self._queue.head()) is not None:
-            self._queue.pop()
+        while free > 0 and self._queue:
+            handle = self._queue.pop()
             self.limits.leave(handle)
             handle.state = HandleState.RUNNING
             handle.started_ns = now_ns

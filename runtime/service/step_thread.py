@@ -25,6 +25,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from threading import TIMEOUT_MAX
 from typing import TypeVar
 
 from ..bounded_repr import bounded_repr, bounded_text
@@ -54,9 +55,6 @@ MAX_REASON = 500
 """Characters of a failure in messages."""
 _RANK_CHECK_SECONDS = 1.0
 """How often an idle engine looks at its other processes."""
-
-_MAX_WAIT = 3600.0
-"""Seconds of one wait; the limit of a lock's timeout depends on the platform."""
 
 T = TypeVar("T")
 
@@ -89,7 +87,7 @@ class Inbox:
     def wait(self, timeout: float | None = None) -> None:
         """Wait for an action, at most `timeout` seconds. It may return early."""
         if not self._items:
-            self._wake.acquire(timeout=_MAX_WAIT if timeout is None else min(timeout, _MAX_WAIT))
+            self._wake.acquire(timeout=-1 if timeout is None else min(timeout, TIMEOUT_MAX))
 
     def run(self) -> None:
         """Run the actions that have arrived. For the one thread."""

@@ -344,7 +344,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.queue.check_integrity()
         assert len(self.queue) == len(self.waiting)
         assert set(self.queue) == set(self.waiting)
-        assert (self.queue.head() is None) == (not self.waiting)
+        assert bool(self.queue) == bool(self.waiting)
 
 
 QueueMachine.TestCase.settings = settings(max_examples=25, stateful_step_count=40)

@@ -18,6 +18,7 @@ from types import FrameType
 from typing import Any
 
 from ....profiling.command_line import CommandParser
+from ...arguments import check_number
 from ...config import EngineConfig
 from ...errors import ConfigError
 from ...tools.arguments import (
@@ -35,7 +36,6 @@ from ..service_config import ServiceConfig
 API_KEY_VARIABLE = "STEPGRAPH_API_KEY"
 PROGRAM = "stepgraph serve"
 LOG_LEVELS = ("debug", "info", "warning", "error")
-MAX_SECONDS = 1e9
 ENGINE_DEFAULTS: dict[str, Any] = {"freeze_gc": True}
 SERVICE_DEFAULTS: dict[str, Any] = {"switch_interval": 1e-4}
 """Settings of the whole process, which belongs to this command."""
@@ -169,9 +169,13 @@ def make_parser() -> CommandParser:
     flag("--trace", help="make OpenTelemetry spans; run with opentelemetry-instrument")
     text("--ssl-certfile", metavar="FILE", help="certificate, for TLS")
     text("--ssl-keyfile", metavar="FILE", help="private key of the certificate")
+
+    def seconds(text: str) -> float:
+        return check_number("drain_timeout", float(text), 0, 1e9)
+
     http.add_argument(
         "--drain-timeout",
-        type=flag_type(_seconds, "a number of seconds, 0 to 10^9"),
+        type=flag_type(seconds, "a number of seconds, 0 to 10^9"),
         default=30.0,
         metavar="SECONDS",
         help="time for requests in progress after SIGTERM (default: %(default)g)",
@@ -190,13 +194,6 @@ def make_parser() -> CommandParser:
     engine = parser.add_argument_group("engine", "Fields of EngineConfig.")
     add_config_flags(engine, EngineConfig, defaults=ENGINE_DEFAULTS, without=WITHOUT_FLAG)
     return parser
-
-
-def _seconds(text: str) -> float:
-    seconds = float(text)
-    if not 0 <= seconds <= MAX_SECONDS:
-        raise ValueError
-    return seconds
 
 
 def api_keys_of_environment() -> list[str]:
