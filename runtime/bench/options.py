@@ -310,16 +310,6 @@ def engine_configs(
         yield model, [EngineConfig(**dict(zip(of_point, p, strict=True)), **shared) for p in points]
 
 
-def trace_path(options: argparse.Namespace) -> Path:
-    """Return where torch's trace goes."""
-    return Path(f"{options.profile_output}.trace{TRACE_SUFFIX}")
-
-
-def kernels_path(options: argparse.Namespace) -> Path:
-    """Return where the names of kernels go, next to the trace."""
-    return Path(f"{options.profile_output}{KERNELS_SUFFIX}")
-
-
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the checked command line of the benchmark; exits with 2 and one line if it is wrong.
 
@@ -392,7 +382,7 @@ def _completed(given: dict[str, Any]) -> argparse.Namespace:
 
 
 def _check_profile(options: argparse.Namespace, given: Mapping[str, Any]) -> None:
-    """Check that the command line has one case, and fill in the steps and files of the profile."""
+    """Check that the command line has one case, and add the steps and the files of its profile."""
     if options.peer:
         other = "baseline" if "baseline" in given else "peer"
         raise ValueError(f"--{other} cannot go with --profile: a profiled run is slower")
@@ -405,8 +395,10 @@ def _check_profile(options: argparse.Namespace, given: Mapping[str, Any]) -> Non
     steps = options.output_len[0] - 1
     first = steps // 4  # the first ones have cold caches
     options.profile_steps = range(first, min(first + options.profile_steps, steps))
-    files = [trace_path(options)]
-    if options.profile == "nsys":
-        files = [Path(f"{options.profile_output}.{end}") for end in ("nsys-rep", "sqlite")]
-    for path in (*files, kernels_path(options)):
+    name = options.profile_output
+    options.trace_path = Path(f"{name}.trace{TRACE_SUFFIX}")
+    options.kernels_path = Path(f"{name}{KERNELS_SUFFIX}")
+    of_nsys = [Path(f"{name}.{end}") for end in ("nsys-rep", "sqlite")]
+    files = of_nsys if options.profile == "nsys" else [options.trace_path]
+    for path in (*files, options.kernels_path):
         check_writable(path)

@@ -194,27 +194,26 @@ def summarize(
     }
 
 
+@dataclass
 class EngineClient:
-    """Streams from an engine."""
+    """Streams `output_len` greedy tokens after each prompt, in a cycle, from an engine."""
 
-    def __init__(self, engine: AsyncEngine, prompts: Sequence[list[int]], output_len: int) -> None:
-        """Request `output_len` greedy tokens after each prompt, in a cycle."""
-        self.slo_ttft_ms: float | None = None
-        """If given, the deadline of first tokens, from the scheduled arrival."""
-        self._engine = engine
-        self._prompts = prompts
-        self._params = greedy(output_len)
+    engine: AsyncEngine
+    prompts: Sequence[list[int]]
+    output_len: int
+    slo_ttft_ms: float | None = None
+    """If given, the deadline of first tokens, from the scheduled arrival."""
 
     async def send(self, number: int, outcome: Outcome) -> None:
         """Run a request; see `Send`."""
-        prompt = self._prompts[number % len(self._prompts)]
+        prompt = self.prompts[number % len(self.prompts)]
         reason = seconds = None
         if self.slo_ttft_ms is not None:
             late_ms = (time.perf_counter_ns() - outcome.scheduled_ns) / 1e6
             seconds = max((self.slo_ttft_ms - late_ms) / 1e3, LEAST_SECONDS)
         try:
-            async with self._engine.stream(
-                prompt, self._params, first_token_deadline=seconds
+            async with self.engine.stream(
+                prompt, greedy(self.output_len), first_token_deadline=seconds
             ) as stream:
                 async for delta in stream:
                     outcome.token_ns += [time.perf_counter_ns()] * len(delta.token_ids)

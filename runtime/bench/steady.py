@@ -39,7 +39,6 @@ from ..models.config import ModelConfig
 from ..models.transformers.attention import import_transformers
 from ..tools.step_costs import operation_bytes
 from .benchmark_run import BenchmarkRun, ModelKind, resolve_engine
-from .options import kernels_path, trace_path
 from .peers import Peer, PeerError, checkpoint_of
 from .results import describe_engine
 from .token_check import TokenCheck
@@ -308,7 +307,7 @@ class StepProfile:
             if step == steps.start:
                 window = nsys.capture_window()
                 if self.options.profile == "torch":
-                    window = torch_trace(trace_path(self.options), names)
+                    window = torch_trace(self.options.trace_path, names)
                 self._window.enter_context(window)
             elif step == steps.stop:
                 self._window.close()
@@ -323,12 +322,12 @@ class StepProfile:
             TraceError: the trace has no work of a step.
         """
         shown = f"{self.options.profile_steps.start}:{self.options.profile_steps.stop}"
-        names = f"names of kernels: {kernels_path(self.options)}"
+        names = f"names of kernels: {self.options.kernels_path}"
         if self.options.profile == "nsys" or self._names.steps:
-            self._names.save(kernels_path(self.options))
+            self._names.save(self.options.kernels_path)
         if self.options.profile == "nsys":
             return f"nsys profiled steps {shown}; {names}"
-        path = trace_path(self.options)
+        path = self.options.trace_path
         found = read_report(path, self._names)
         (case,) = run.document["cases"]
         case["profile"] = asdict(found)

@@ -7,7 +7,6 @@ As documented for cuda-bindings 12.9 ("12") and 13.0 ("13"): 13 answers with the
 
 from __future__ import annotations
 
-import enum
 import random
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -24,25 +23,22 @@ class Handle:
         return self.value
 
 
-cudaError_t = enum.IntEnum(
-    "cudaError_t", {"cudaSuccess": 0, "cudaErrorInvalidValue": 1, "cudaErrorLossyQuery": 402}
+cudaError_t = SimpleNamespace(cudaSuccess=0, cudaErrorInvalidValue=1, cudaErrorLossyQuery=402)
+CUresult = SimpleNamespace(CUDA_SUCCESS=0, CUDA_ERROR_INVALID_VALUE=1)
+cudaGraphNodeType = SimpleNamespace(
+    cudaGraphNodeTypeKernel=0,
+    cudaGraphNodeTypeMemcpy=1,
+    cudaGraphNodeTypeMemset=2,
+    cudaGraphNodeTypeEventRecord=7,
 )
-CUresult = enum.IntEnum("CUresult", {"CUDA_SUCCESS": 0, "CUDA_ERROR_INVALID_VALUE": 1})
-_KINDS = {"Kernel": 0, "Memcpy": 1, "Memset": 2, "EventRecord": 7}
-cudaGraphNodeType = enum.IntEnum(
-    "cudaGraphNodeType", {f"cudaGraphNodeType{kind}": value for kind, value in _KINDS.items()}
-)
-cudaStreamCaptureStatus = enum.IntEnum(
-    "cudaStreamCaptureStatus", {"cudaStreamCaptureStatusActive": 1}
-)
-
+cudaStreamCaptureStatus = SimpleNamespace(cudaStreamCaptureStatusActive=1)
 STREAM = 0xABC
 OK = cudaError_t.cudaSuccess
 
 
 @dataclass
 class FakeNode:
-    kind: cudaGraphNodeType
+    kind: int
     function: int
     library: bool
     before: list[int]
@@ -83,7 +79,7 @@ class FakeCuda:
 
     def add(
         self,
-        kind: cudaGraphNodeType,
+        kind: int,
         function: int = 0,
         *,
         library: bool = False,

@@ -127,16 +127,6 @@ def test_ranks_on_a_cpu_share_its_memory() -> None:
     assert half == pytest.approx(whole / 2, abs=0.01)
 
 
-def test_numbers_of_ranks_that_a_model_cannot_be_split_over(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    flags = "--model preset:llama-3.1-8b --device-memory 80GB --tensor-parallel 2 3"
-    assert main(["memory", *flags.split()]) == 2
-    out, err = capsys.readouterr()
-    assert "rank 0 of 2" in out
-    assert "3 does not divide 32 query heads" in err
-
-
 # The floor of a decode step -----------------------------------------------------------------------
 
 
