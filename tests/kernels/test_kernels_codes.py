@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -16,6 +17,7 @@ from stepgraph.runtime.kernels import (
     packed_experts,
     packed_linear,
     reference_experts,
+    select_kernels,
 )
 from stepgraph.runtime.kernels.choice import Parts
 from stepgraph.runtime.kernels.ops import packed_parts
@@ -38,7 +40,7 @@ from stepgraph.runtime.kernels.weights.grouped import (
 from torch import Tensor
 
 from ..rigs.expert_cases import make_mixture
-from ..rigs.stack_plans import PlanRig, plans
+from ..rigs.stack_plans import PlanDecoder, PlanRig, plans
 from ..rigs.stack_rig import CHUNKS, assert_agrees
 from ..rigs.thread_rig import kernel_threads
 
@@ -377,16 +379,19 @@ def test_experts_in_codes_equal_decoded_ones(
 @given(plan=plans(), formats=st.lists(st.sampled_from(sorted(FORMATS)), min_size=1, max_size=9))
 def test_stack_over_codes_agrees_with_decoded_weights(plan: ModelPlan, formats: list[str]) -> None:
     rig, forms = PlanRig(plan, FLOAT), itertools.cycle(formats)
-    parameters = dict(rig.decoder.named_parameters())
+    kernels, coded = select_kernels("cpu", "compile", FLOAT), {}
     for path, module in rig.decoder.named_modules():
-        if not isinstance(module, Projection):
-            continue
-        form = FORMATS[next(forms)]
-        n, k = module.out_features // module.matrices, module.in_features
-        name = f"{path}.weight"
-        decoded, parameters[name] = pack_matrices(form, module.matrices, n, k, FLOAT)
-        rig.decoder.store({name: decoded})
-    rig.decoder.bind(plan, parameters.items(), places=rig.places, storage=rig.storage)
+        if isinstance(module, Projection):
+            form = FORMATS[next(forms)]
+            n, k = module.out_features // module.matrices, module.in_features
+            matrices = [random_weight(form, n, k) for _ in range(module.matrices)]
+            coded[f"{path}.weight"] = matrices
+    rig.decoder.store((name, torch.cat([m.decode() for m in ms])) for name, ms in coded.items())
+    sizes = {n: len(ms) * (parts_bytes(ms[:1], FLOAT) or 0) for n, ms in coded.items()}
+    kernels = replace(kernels, codes=sizes)
+    native = PlanDecoder(plan, kernels, FLOAT, rig.groups, rig.storage)
+    native.store((rig.values | coded).items())
+    rig.decoder.stack = native.stack
     arena = rig.arena
     for chunks in CHUNKS.values():
         inputs = rig.inputs(chunks)

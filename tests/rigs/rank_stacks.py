@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from stepgraph.cache.spec import group_layers
 from stepgraph.runtime.distributed.shared_memory_collectives import SharedMemoryCollectives
 from stepgraph.runtime.kernels import RaggedBatch, select_kernels
 from stepgraph.runtime.kernels.ops.layer_plan import ModelPlan
@@ -42,12 +43,11 @@ class RankRig:
         plan = shard_plan(whole.plan, group.rank, group.ranks)
         self.heads = rank_kv_heads(whole.plan, group.rank, group.ranks)
         kernels = replace(select_kernels(CPU, "compile", self.dtype), collectives=group)
-        self.decoder = PlanDecoder(plan, kernels, whole.places, self.storage)
-        self.decoder.frequencies = whole.decoder.frequencies
+        groups = group_layers(plan.states)
+        self.decoder = PlanDecoder(plan, kernels, self.dtype, groups, self.storage)
         own = [p for p in plan.parameters() if p != plan.embedding]
-        self.decoder.store({p.name: part_of(p, whole.values[p.name]) for p in own})
-        form = {"places": whole.places, "storage": self.storage, "collectives": group}
-        self.decoder.bind(plan, self.decoder.named_parameters(), **form)
+        self.decoder.store((p.name, part_of(p, whole.values[p.name])) for p in own)
+        assert self.decoder.stack is not None
 
     def step(
         self, inputs: RaggedBatch, x_TD: Tensor, *, stacked: bool = True

@@ -2,35 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from hypothesis import strategies as st
 from stepgraph.cache.arena import Storage
-from stepgraph.cache.spec import group_layers
+from stepgraph.cache.spec import LayerGroup, group_layers
 from stepgraph.runtime.kernels import (
-    DecoderStack,
     Experts,
     Kernels,
-    LayerPlace,
     RaggedBatch,
     Routing,
-    Stack,
     select_kernels,
 )
-from stepgraph.runtime.kernels.cpu.sampling import reference_rotations
 from stepgraph.runtime.kernels.ops.activation import Activate
 from stepgraph.runtime.kernels.ops.attention import Attend, AttentionTemperature
-from stepgraph.runtime.kernels.ops.layer_plan import BoundModel, LayerPlan, ModelPlan
-from stepgraph.runtime.kernels.ops.linear import Linear, Projection
-from stepgraph.runtime.kernels.ops.norms import Norm, QKNorm, RMSNorm
-from stepgraph.runtime.kernels.ops.operation import LayerStep, Operation, Residual
+from stepgraph.runtime.kernels.ops.layer_plan import LayerPlan, ModelPlan
+from stepgraph.runtime.kernels.ops.linear import Linear
+from stepgraph.runtime.kernels.ops.norms import Norm, QKNorm
+from stepgraph.runtime.kernels.ops.operation import Operation, Residual
 from stepgraph.runtime.kernels.ops.parameter import Parameter, Source
 from stepgraph.runtime.kernels.ops.rotation import Rotate
 from stepgraph.runtime.kernels.weights import MODEL, WeightStorage
-from stepgraph.runtime.models.decoder import Layer, layer_places
-from torch import Tensor, nn
+from stepgraph.runtime.models.decoder import LayerStack
+from stepgraph.runtime.models.rope import Rope
+from torch import Tensor
 
 from .expert_cases import expert_operation
 from .stack_rig import CPU, Rig
@@ -208,53 +205,21 @@ def _linear(name: str, rows: int, columns: int, biased: bool, **fields: Any) -> 
     return Linear(name=name, weight=parameter(name, rows, columns), bias=bias, **fields)
 
 
-class PlanDecoder(nn.Module):
-    """The layers of a plan in plain PyTorch, and as a stack."""
+class PlanDecoder(LayerStack):
+    """The layers of a plan, as the kernels run them."""
 
     def __init__(
-        self, plan: ModelPlan, kernels: Kernels, places: tuple[LayerPlace, ...], storage: Storage
+        self,
+        plan: ModelPlan,
+        kernels: Kernels,
+        dtype: torch.dtype,
+        groups: Sequence[LayerGroup],
+        storage: Storage,
     ) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(
-            Layer(layer, kernels, iter([place]), storage)
-            for layer, place in zip(plan.layers, places, strict=True)
-        )
-        self.norm = RMSNorm(plan.norm.eps, offset=plan.norm.offset)
-        self.frequencies = torch.rand(ROPE_KINDS, plan.rope_dim // 2)
-        self.stack: Stack | None = None
-
-    def bind(self, plan: ModelPlan, parameters: Iterable[tuple[str, Tensor]], **form: Any) -> None:
-        """Let the layers of a plan run as a stack over named parameters."""
-        self.stack = DecoderStack(
-            BoundModel(
-                plan=plan,
-                tensors={name: tensor.detach() for name, tensor in parameters},
-                embedding_factor=1.0,
-                frequencies=self.frequencies,
-                amplitudes=torch.ones_like(self.frequencies),
-                **form,
-            )
-        )
-
-    def store(self, weights: dict[str, Tensor]) -> None:
-        for name, tensor in weights.items():
-            path, _, leaf = name.rpartition(".")
-            module, stored = self.get_submodule(path), {leaf: tensor}
-            if isinstance(module, Projection) and leaf == "weight":
-                module.dtype = tensor.dtype
-                stored = module.as_stored(tensor, tensor.dtype, CPU)
-            for key, value in stored.items():
-                setattr(module, key, nn.Parameter(value, requires_grad=False))
+        super().__init__(plan, (Rope(10.0), Rope(500.0)), kernels, dtype, CPU, groups, storage)
 
     def decode(self, x_TD: Tensor, arena: Tensor, batch: RaggedBatch) -> Tensor:
-        cos_KTE, sin_KTE = reference_rotations(batch.positions, self.frequencies)
-        step = LayerStep(cos_KTE, sin_KTE, (arena,), batch)
-        if self.stack is not None:
-            return self.stack.run(x_TD, step)[0]
-        for layer in self.layers:
-            x_TD = layer(x_TD, step)
-        normed: Tensor = self.norm(x_TD)
-        return normed
+        return self.run_layers(x_TD, arena, batch)[0]
 
 
 def random_tensor(parameter: Parameter, dtype: torch.dtype) -> Tensor:
@@ -277,14 +242,13 @@ class PlanRig(Rig):
         self.plan, self.dtype, self.storage = plan, dtype, storage
         torch.manual_seed(seed)
         self.make_cache(group_layers(plan.states), plan.hidden_size, plan.attend.head_dim)
-        self.places = in_order = layer_places(self.groups)
-        self.values = values = {
+        self.values = {
             p.name: random_tensor(p, dtype) for p in plan.parameters() if p != plan.embedding
         }
+        kernels = [select_kernels(CPU, mode, dtype, weights) for mode in ("compile", "eager")]
         native, self.decoder = (
-            PlanDecoder(plan, select_kernels(CPU, mode, dtype, weights), in_order, storage)
-            for mode in ("compile", "eager")
+            PlanDecoder(plan, own, dtype, self.groups, storage) for own in kernels
         )
-        native.store(values)
-        self.decoder.store(values)
-        self.decoder.bind(plan, native.named_parameters(), places=in_order, storage=storage)
+        for decoder in (native, self.decoder):
+            decoder.store(self.values.items())
+        self.decoder.stack = native.stack
