@@ -9,7 +9,12 @@ from typing import Literal, NamedTuple
 
 import torch
 from stepgraph.cache.arena import Storage
-from stepgraph.runtime.execution.inputs import write_decode_rows, write_drafts
+from stepgraph.runtime.execution.inputs import (
+    PrefillChunk,
+    write_decode_rows,
+    write_drafts,
+    write_prefill,
+)
 from stepgraph.runtime.execution.step_key import StepKey
 from stepgraph.runtime.kernels import Kernels, kernels_for
 from stepgraph.runtime.loading.checkpoint import read_config
@@ -125,27 +130,20 @@ class Forced(StepRig):
 
     def _prefill(self, step: Step, done: list[int]) -> dict[int, torch.Tensor]:
         self.inputs.begin_write()
-        host, end = self.input_arrays, 0
-        host.prefill_rows[:] = host.sample_rows[:] = host.token_rows[:] = self.null_row
-        host.token_ids[:] = host.positions[:] = 0
-        spans: dict[int, slice] = {}
-        for lane, (row, count) in enumerate(step.counts.items()):
-            begin, end = end, end + count
-            spans[row] = slice(begin, end)
-            host.token_ids[begin:end] = self.sequences[row][done[row] : done[row] + count]
-            host.positions[begin:end] = range(done[row], done[row] + count)
-            host.token_rows[begin:end] = row
-            host.prefill_rows[lane] = row
-            host.query_start_loc[lane] = begin
-        host.query_start_loc[len(step.counts) :] = end
+        chunks = [
+            PrefillChunk(row, done[row], self.sequences[row][done[row] :][:count].tolist())
+            for row, count in step.counts.items()
+        ]
+        write_prefill(chunks, self.null_row, step.size, self.input_arrays)
         self.inputs.copy_to_device()
         key = StepKey("prefill", step.size, self._columns, False)
         last = self.functions.bind(key)().logits
+        counts = [*step.counts.values()]
         with torch.no_grad():
-            logits = self.decoder.logits(self.hidden[:end])
-        for lane, span in enumerate(spans.values()):  # the step's own logits, of its last tokens
-            logits[span.stop - 1] = last[lane]
-        return {row: logits[span] for row, span in spans.items()}
+            parts = self.decoder.logits(self.hidden[: sum(counts)]).split(counts)
+        for part, own in zip(parts, last, strict=False):  # the step's logits, of its last tokens
+            part[-1] = own
+        return dict(zip(step.counts, parts, strict=True))
 
 
 def decode_steps(row: int, length: int) -> list[Step]:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from safetensors.torch import save_file
 from stepgraph.cache.spec import group_layers
+from stepgraph.runtime.execution.inputs import PrefillChunk, write_decode_rows, write_prefill
 from stepgraph.runtime.execution.step_key import StepKey, StepOutput
 from stepgraph.runtime.kernels import Kernels, select_kernels
 from stepgraph.runtime.kernels.ops.collectives import Collectives
@@ -223,17 +224,10 @@ class RankSteps(StepRig):
         )
         self.decoder.store(weights)
         self.full = params is not None
-        inputs = self.inputs.device
-        everyone = torch.arange(rows)
-        counts = torch.tensor([len(prompt) for prompt in PROMPTS])
-        inputs.decode_rows[:rows] = everyone
-        inputs.prefill_rows[:rows] = everyone
-        inputs.sample_rows[:rows] = everyone
-        inputs.query_start_loc[1 : rows + 1] = counts.cumsum(0)
-        inputs.token_rows[:] = everyone.repeat_interleave(counts)
-        inputs.positions[:] = torch.cat([torch.arange(n) for n in counts.tolist()])
-        ids = torch.tensor([token for prompt in PROMPTS for token in prompt])
-        inputs.token_ids[:] = ids % config.vocab_size
+        prompts = [[token % config.vocab_size for token in prompt] for prompt in PROMPTS]
+        chunks = [PrefillChunk(row, 0, prompt) for row, prompt in enumerate(prompts)]
+        write_prefill(chunks, rows, self.tokens, self.input_arrays)
+        write_decode_rows(range(rows), rows, self.input_arrays)
 
     def prefill(self) -> StepOutput:
         return self.functions.bind(StepKey("prefill", self.tokens, COLUMNS, self.full))()
