@@ -22,9 +22,7 @@ from .vocabulary import (
     KIMI,
     NORMAL,
     SPACES,
-    add_tokens,
     byte_level_tokenizer,
-    sentencepiece_bpe,
     sentencepiece_tokenizer,
     word_pattern,
 )
@@ -104,7 +102,6 @@ def gguf_tokenizer(file: GGUFFile, *, eos_token_ids: Sequence[int] = ()) -> Text
         )
     try:
         tokenizer, begins = builders[kind](file, tokens, kinds)
-        add_tokens(tokenizer, tokens, kinds)
     except CheckpointError:
         raise
     except Exception as error:  # `tokenizers` raises bare `Exception`
@@ -139,7 +136,9 @@ def _byte_level(file: GGUFFile, tokens: list[str], kinds: list[int]) -> tuple[To
             f" {', '.join(_PATTERNS)}. Use the original checkpoint in safetensors"
         )
     merges = [tuple(merge.split(" ", 1)) for merge in file.require("tokenizer.ggml.merges", list)]
-    tokenizer = byte_level_tokenizer(tokens, merges, patterns, whole_words=name in _WHOLE_WORDS)
+    tokenizer = byte_level_tokenizer(
+        tokens, kinds, merges, patterns, whole_words=name in _WHOLE_WORDS
+    )
     return tokenizer, name in _BEGINNING
 
 
@@ -151,6 +150,5 @@ def _sentencepiece(file: GGUFFile, tokens: list[str], kinds: list[int]) -> tuple
             f"{file.path}: tokenizer.ggml.scores lists {len(scores)} scores of {len(tokens)} tokens"
         )
     unknown = file.get("tokenizer.ggml.unknown_token_id", int)
-    model = sentencepiece_bpe(tokens, kinds, scores.tolist(), unknown)
     spaced = bool(file.get("tokenizer.ggml.add_space_prefix", bool, True))
-    return sentencepiece_tokenizer(model, spaced=spaced), True
+    return sentencepiece_tokenizer(tokens, kinds, scores.tolist(), unknown, spaced=spaced), True

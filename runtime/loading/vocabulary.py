@@ -33,7 +33,6 @@ VOCABULARY_FILES = ("tekken.json", "tiktoken.model", "tokenizer.model")
 _MOST_BYTES = 64 << 20
 _MOST_TOKENS = 1 << 21
 _CHAR_OF_BYTE = {byte: char for char, byte in BYTE_OF_CHAR.items()}
-_FLAGS = ("special", "lstrip", "rstrip", "single_word")
 _UNIGRAM, _BPE = 1, 2
 """Values of SentencePiece's `ModelType`."""
 _FIXED = {1: 8, 5: 4}
@@ -90,89 +89,87 @@ def score_merges(
 
 def byte_level_tokenizer(
     tokens: Sequence[str],
-    merges: Sequence[tuple[str, str]],
+    kinds: Sequence[int],
+    merges: Sequence[tuple[str, str]] | None,
     patterns: Iterable[str],
     *,
     whole_words: bool,
 ) -> Tokenizer:
     """Return a byte-level BPE.
 
-    Args:
-        tokens: by id.
-        merges: pairs of tokens that are merged, the first ones first.
-        patterns: texts are split at one after the other.
-        whole_words: whether a word that is a token is not split.
+    Texts are split at one pattern after the other, and with `whole_words` a word that is a token is
+    not split further. Without `merges`, the pair whose token has the lowest id is merged first.
     """
+    if merges is None:
+        merges = score_merges(tokens, kinds, range(0, -len(tokens), -1))
     vocabulary = {token: i for i, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=whole_words))
     splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer
+    return _with_special_tokens(tokenizer, tokens, kinds)
 
 
-def sentencepiece_bpe(
+def sentencepiece_tokenizer(
     tokens: Sequence[str],
     kinds: Sequence[int],
     scores: Sequence[float],
     unknown: int | None,
     *,
-    byte_fallback: bool = True,
-) -> models.BPE:
-    """Return a BPE that merges the pair whose token has the best score, as SentencePiece does."""
-    return models.BPE(
-        {token: i for i, token in enumerate(tokens)},
-        score_merges(tokens, kinds, scores),
-        unk_token=tokens[unknown] if unknown is not None and unknown < len(tokens) else None,
-        fuse_unk=True,
-        byte_fallback=byte_fallback,
-    )
-
-
-def sentencepiece_tokenizer(
-    model: models.Model,
-    *,
     spaced: bool,
     once: bool = False,
+    bpe: bool = True,
+    byte_fallback: bool = True,
     before: Sequence[normalizers.Normalizer] = (),
 ) -> Tokenizer:
-    """Return a tokenizer that writes spaces as `▁`.
+    """Return a tokenizer of SentencePiece, which writes spaces as `▁`.
 
     Args:
-        model: of texts without spaces.
+        tokens: by id.
+        kinds: of the tokens.
+        scores: of the tokens; a BPE merges the pair whose token has the best one.
+        unknown: id of the unknown token.
         spaced: whether a space is put before a text.
-        once: whether none is put before the text after an added token.
+        once: whether none is put before the text after a special token.
+        bpe: whether it is a BPE, and not a unigram model.
+        byte_fallback: whether unknown characters become tokens of bytes.
         before: normalizers that come first.
     """
+    model: models.Model
+    if bpe:
+        model = models.BPE(
+            {token: i for i, token in enumerate(tokens)},
+            score_merges(tokens, kinds, scores),
+            unk_token=tokens[unknown] if unknown is not None and unknown < len(tokens) else None,
+            fuse_unk=True,
+            byte_fallback=byte_fallback,
+        )
+    else:
+        model = models.Unigram(list(zip(tokens, scores, strict=True)), unknown, byte_fallback)
     tokenizer = Tokenizer(model)
     prefix = [normalizers.Prepend("▁")] if spaced and not once else []
     replace = normalizers.Replace(" ", "▁")
     tokenizer.normalizer = normalizers.Sequence([*before, *prefix, replace])
     if spaced and once:
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    strip = [decoders.Strip(" ", 1, 0)] if spaced else []
     tokenizer.decoder = decoders.Sequence(
-        [
-            *(decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()),
-            *([decoders.Strip(" ", 1, 0)] if spaced else []),
-        ]
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
     )
-    return tokenizer
+    return _with_special_tokens(tokenizer, tokens, kinds)
 
 
-def add_tokens(
-    tokenizer: Tokenizer,
-    tokens: Sequence[str],
-    kinds: Sequence[int],
-    more: Mapping[int, AddedToken] | None = None,
-) -> None:
-    """Add the tokens of special kinds, which texts are split at, and those in `more` by id."""
-    added = {
-        i: AddedToken(tokens[i], normalized=False, special=bool(kind != USER_DEFINED))
-        for i, kind in enumerate(kinds)
+def _with_special_tokens(
+    tokenizer: Tokenizer, tokens: Sequence[str], kinds: Sequence[int]
+) -> Tokenizer:
+    added = [
+        AddedToken(token, normalized=False, special=kind != USER_DEFINED)
+        for token, kind in zip(tokens, kinds, strict=True)
         if UNKNOWN <= kind <= USER_DEFINED
-    }
-    tokenizer.add_tokens(list((added | dict(more or {})).values()))
+    ]
+    tokenizer.add_tokens(added)
+    return tokenizer
 
 
 # Files of checkpoints without `tokenizer.json`.
@@ -184,44 +181,32 @@ def read_vocabulary(path: Path, settings: Mapping[str, Any]) -> Tokenizer:
     `settings` are the contents of `tokenizer_config.json`. Raises `CheckpointError` for a file that
     cannot be read, `ValueError` for one that is not supported, and other errors for a damaged one.
     """
-    added = _added_tokens(settings)
     if path.name == "tokenizer.model":
-        once = settings.get("legacy") is False
-        return _sentencepiece(read_bytes(path, _MOST_BYTES), added, once=once)
-    special: list[str] = []
+        return _sentencepiece(read_bytes(path, _MOST_BYTES), settings)
+    tokens: list[str] = []
     if path.name == "tekken.json":
-        special, words, pattern = _tekken(read_json_object(path, _MOST_BYTES))
+        tokens, words, pattern = _tekken(read_json_object(path, _MOST_BYTES))
     else:
         words, pattern = _tiktoken(read_bytes(path, _MOST_BYTES), settings)
-    tokens = [*special, *(word.decode("latin-1").translate(_CHAR_OF_BYTE) for word in words)]
-    kinds = [CONTROL] * len(special) + [NORMAL] * len(words)
-    _place(added, tokens, kinds)
-    merges = score_merges(tokens, kinds, range(0, -len(tokens), -1))
-    tokenizer = byte_level_tokenizer(tokens, merges, [pattern], whole_words=True)
-    add_tokens(tokenizer, tokens, kinds, added)
-    return tokenizer
+    kinds = [CONTROL] * len(tokens) + [NORMAL] * len(words)
+    tokens += (word.decode("latin-1").translate(_CHAR_OF_BYTE) for word in words)
+    _place_added(settings, tokens, kinds)
+    return byte_level_tokenizer(tokens, kinds, None, [pattern], whole_words=True)
 
 
-def _added_tokens(settings: Mapping[str, Any]) -> dict[int, AddedToken]:
-    """Return the tokens of `added_tokens_decoder` by id."""
-    found = {}
+def _place_added(settings: Mapping[str, Any], tokens: list[str], kinds: list[int]) -> None:
+    """Give `added_tokens_decoder` its ids, with reserved tokens between them."""
     for key, entry in settings.get("added_tokens_decoder", {}).items():
-        if int(key) not in range(_MOST_TOKENS) or not isinstance(entry.get("content"), str):
+        token_id, token = int(key), entry.get("content")
+        if token_id not in range(_MOST_TOKENS) or not isinstance(token, str):
             raise ValueError(
                 f"tokenizer_config.json: added_tokens_decoder[{bounded_repr(key, 40)}] must have"
                 f" an id below {_MOST_TOKENS} and a content"
             )
-        flags = {flag: entry.get(flag) is True for flag in _FLAGS}
-        found[int(key)] = AddedToken(entry["content"], normalized=False, **flags)
-    return found
-
-
-def _place(added: Mapping[int, AddedToken], tokens: list[str], kinds: list[int]) -> None:
-    """Give added tokens their ids, with reserved tokens between them."""
-    tokens += (f"<|reserved_token_{i}|>" for i in range(len(tokens), max(added, default=-1) + 1))
-    kinds += [CONTROL] * (len(tokens) - len(kinds))
-    for token_id, token in added.items():
-        tokens[token_id], kinds[token_id] = token.content, CONTROL
+        tokens += (f"<|reserved_token_{i}|>" for i in range(len(tokens), token_id + 1))
+        kinds += [CONTROL] * (len(tokens) - len(kinds))
+        tokens[token_id] = token
+        kinds[token_id] = CONTROL if entry.get("special") is True else USER_DEFINED
 
 
 def _tekken(content: Mapping[str, Any]) -> tuple[list[str], list[bytes], str]:
@@ -253,40 +238,37 @@ def _tiktoken(content: bytes, settings: Mapping[str, Any]) -> tuple[list[bytes],
     return [word for _, word in ranked], _PATTERNS[name]
 
 
-def _sentencepiece(content: bytes, added: Mapping[int, AddedToken], *, once: bool) -> Tokenizer:
-    """Return the tokenizer of a `ModelProto`; with `once`, see `sentencepiece_tokenizer`."""
-    pieces, trainer, normalizer = [], {}, {}
+def _sentencepiece(content: bytes, settings: Mapping[str, Any]) -> Tokenizer:
+    """Return the tokenizer of a `ModelProto`, whose fields are read by number."""
+    parts: dict[int, list[dict[int, Any]]] = {1: [], 2: [{}], 3: [{}]}
     for number, value in _fields(content):
-        if number == 1:
-            pieces.append(dict(_fields(value)))
-        elif number == 2:
-            trainer = dict(_fields(value))
-        elif number == 3:
-            normalizer = dict(_fields(value))
+        if number in parts:
+            parts[number].append(dict(_fields(value)))
+    pieces, trainer, normalizer = parts[1], parts[2][-1], parts[3][-1]
     tokens = [piece[1].decode() for piece in pieces]
     kinds = [piece.get(3, NORMAL) for piece in pieces]
-    _place(added, tokens, kinds)
+    _place_added(settings, tokens, kinds)
     scores = [struct.unpack("<f", piece.get(2, bytes(4)))[0] for piece in pieces]
-    scores += [0.0] * (len(tokens) - len(scores))
-    algorithm, unknown = trainer.get(3, _UNIGRAM), trainer.get(40, 0)
-    fallback, as_suffix = bool(trainer.get(35)), trainer.get(24)
+    algorithm, as_suffix = trainer.get(3, _UNIGRAM), trainer.get(24)
     if algorithm not in (_UNIGRAM, _BPE) or as_suffix:
         raise ValueError("it is neither a unigram model nor a BPE, or has spaces after words")
-    model: models.Model
-    if algorithm == _BPE:
-        model = sentencepiece_bpe(tokens, kinds, scores, unknown, byte_fallback=fallback)
-    else:
-        model = models.Unigram(list(zip(tokens, scores, strict=True)), unknown, fallback)
     before: list[normalizers.Normalizer] = []
     if charsmap := normalizer.get(2):
         before.append(normalizers.Precompiled(charsmap))
     if normalizer.get(4, True):  # remove_extra_whitespaces
         before.append(normalizers.Replace(Regex(r"\A +| +\z"), ""))
         before.append(normalizers.Replace(Regex(" {2,}"), " "))
-    spaced = bool(normalizer.get(3, True))  # add_dummy_prefix
-    tokenizer = sentencepiece_tokenizer(model, spaced=spaced, once=once, before=before)
-    add_tokens(tokenizer, tokens, kinds, added)
-    return tokenizer
+    return sentencepiece_tokenizer(
+        tokens,
+        kinds,
+        scores + [0.0] * (len(tokens) - len(scores)),
+        unknown=trainer.get(40, 0),
+        spaced=bool(normalizer.get(3, True)),  # add_dummy_prefix
+        once=settings.get("legacy") is False,
+        bpe=algorithm == _BPE,
+        byte_fallback=bool(trainer.get(35)),
+        before=before,
+    )
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
