@@ -121,13 +121,20 @@ _BEFORE: Final[Mapping[str, Messages]] = {
 """A conversation before a message of each role."""
 
 
-class ContentForms:
-    """The forms that one template reads. Thread-safe."""
+class _Template:
+    """A compiled template, and the forms of content that it reads. Thread-safe."""
 
-    def __init__(self, render: Callable[[Messages], str]) -> None:
-        """Take what renders messages with the template; it may raise `RequestError`."""
-        self._render = render
+    def __init__(self, name: str, compiled: Template, special_tokens: Mapping[str, str]) -> None:
+        self._name = name
+        self._compiled = compiled
+        self._special_tokens = special_tokens
         self._known: dict[str, tuple[bool, bool]] = {}  # by role: reads texts, reads parts
+
+    def render(self, variables: Mapping[str, Any]) -> str:
+        """Return the text; `RequestError` if the template fails or is late."""
+        variables = {**self._special_tokens, **variables}
+        text: str = _run(self._name, RENDER_SECONDS, self._compiled.render, variables)
+        return text
 
     def adapt(self, message: dict[str, Any]) -> None:
         """Give a message the form that the template reads in its role.
@@ -157,7 +164,8 @@ class ContentForms:
         if role == "tool":
             probe |= {"tool_call_id": _CALL_ID, "name": "f"}
         try:
-            text = self._render([*_BEFORE[role], probe, *after])
+            messages = [*_BEFORE[role], probe, *after]
+            text = self.render({"messages": messages, "add_generation_prompt": False})
         except RequestError:  # the template refuses it
             return False
         if isinstance(content, str):
@@ -213,7 +221,7 @@ class ChatTemplates:
         """Take Jinja sources by name, and the special tokens as template variables."""
         self.sources = dict(sources)
         self._special_tokens = dict(special_tokens)
-        self._compiled: dict[str, tuple[Template, ContentForms]] = {}
+        self._compiled: dict[str, _Template] = {}
         self._sandbox: Environment | None = None
         self._lock = threading.Lock()
 
@@ -228,9 +236,9 @@ class ChatTemplates:
         tools = _objects(prompt.tools, "tools")
         documents = _objects(prompt.documents, "documents")
         more = _plain(dict(prompt.template_kwargs), "template_kwargs")
-        template, forms = self._template(name)
+        template = self._template(name)
         for message in messages:
-            forms.adapt(message)
+            template.adapt(message)
         final = ""
         if prompt.continue_final_message:
             if prompt.add_generation_prompt:
@@ -247,7 +255,7 @@ class ChatTemplates:
             "add_generation_prompt": prompt.add_generation_prompt,
             **more,
         }
-        text = self._render(name, template, variables)
+        text = template.render(variables)
         return _cut_at_mark(text, final) if prompt.continue_final_message else text
 
     def _name(self, prompt: ChatPrompt) -> str:
@@ -269,7 +277,7 @@ class ChatTemplates:
             )
         return name
 
-    def _template(self, name: str) -> tuple[Template, ContentForms]:
+    def _template(self, name: str) -> _Template:
         with self._lock:
             if self._sandbox is None:
                 try:
@@ -280,18 +288,10 @@ class ChatTemplates:
                         field="messages",
                     ) from error
             if name not in self._compiled:
-                template = _run(
-                    name, COMPILE_SECONDS, self._sandbox.from_string, self.sources[name]
-                )
-                more = {"add_generation_prompt": False}
-                forms = ContentForms(lambda m: self._render(name, template, {"messages": m} | more))
-                self._compiled[name] = template, forms
+                compile_source, source = self._sandbox.from_string, self.sources[name]
+                compiled = _run(name, COMPILE_SECONDS, compile_source, source)
+                self._compiled[name] = _Template(name, compiled, self._special_tokens)
             return self._compiled[name]
-
-    def _render(self, name: str, template: Template, variables: dict[str, Any]) -> str:
-        variables = self._special_tokens | variables
-        text: str = _run(name, RENDER_SECONDS, template.render, variables)
-        return text
 
 
 def chat_prompts(
@@ -413,29 +413,23 @@ def _messages(value: object) -> list[dict[str, Any]]:
 def _mark_final(messages: list[dict[str, Any]], field_name: bool | str, source: str) -> str:
     """Append a mark to the text that the model continues; return the text."""
     name = field_name if isinstance(field_name, str) else "content"
-    message = messages[-1]
-    text = message.get(name)
-    names = [name]
+    holder = messages[-1]
+    text, names = holder.get(name), [name]
     if name in _REASONING:
-        names = [other for other in _REASONING if message.get(other) == text]
-    if text is None or not any(other in source for other in names):
+        names = [other for other in _REASONING if holder.get(other) == text]
+    is_read = any(other in source for other in names)
+    if isinstance(text, list):  # the last part with a text
+        parts = (part for part in reversed(text) if isinstance(part, dict))
+        holder = next((part for part in parts if isinstance(part.get("text"), str)), {})
+        text, names = holder.get("text"), ["text"]
+    if not isinstance(text, str) or not is_read:
         raise RequestError(
-            f"continue_final_message: the last message has no {name[:80]!r} that the template"
-            " reads",
+            f"continue_final_message: the last message has no text in {name[:80]!r} that the"
+            " template reads",
             field="continue_final_message",
         )
-    if isinstance(text, str):
-        message.update(dict.fromkeys(names, text + _CONTINUE))
-        return text
-    for part in reversed(text if isinstance(text, list) else []):
-        if isinstance(part, dict) and isinstance(part.get("text"), str):
-            final: str = part["text"]
-            part["text"] = final + _CONTINUE
-            return final
-    raise RequestError(
-        "continue_final_message: the last message has no text to continue",
-        field="continue_final_message",
-    )
+    holder.update(dict.fromkeys(names, text + _CONTINUE))
+    return text
 
 
 def _cut_at_mark(text: str, final: str) -> str:
