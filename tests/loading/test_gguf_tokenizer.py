@@ -10,15 +10,16 @@ from typing import Any
 
 import gguf
 import pytest
+from sentencepiece import SentencePieceProcessor
 from stepgraph.runtime import CheckpointError
 from stepgraph.runtime.loading.gguf_file import GGUFFile
 from stepgraph.runtime.loading.gguf_tokenizer import gguf_tokenizer
 from stepgraph.runtime.loading.text_stream import BYTE_OF_CHAR
 from stepgraph.runtime.loading.tokenizer import TextTokenizer
-from tokenizers import Tokenizer, models, normalizers
-from tokenizers.trainers import BpeTrainer
+from tokenizers import Tokenizer
 
 from ..rigs.tiny_models import CORPUS, byte_level_tokenizer
+from .test_vocabulary import LLAMA, trained
 
 TEXTS = (
     *CORPUS[:1],
@@ -146,67 +147,35 @@ def test_pre_tokenizer_splits_words(
     assert [found.decode([token_id]) for token_id in ids] == words
 
 
-SPECIAL = ["<unk>", "<s>", "</s>"]
-BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
-
-
-def sentencepiece_metadata(spaced: bool) -> dict[str, Any]:
-    """A vocabulary with byte fallback whose scores are the ranks of merges."""
-    trained = Tokenizer(models.BPE())
-    trained.normalizer = normalizers.Replace(" ", "▁")
-    trained.train_from_iterator(CORPUS, BpeTrainer(vocab_size=90, show_progress=False))
-    model = json.loads(trained.to_str())["model"]
-    merged = ["".join(pair) for pair in model["merges"]]
-    characters = [token for token in model["vocab"] if token not in merged]
-    scores = {token: -float(rank) for rank, token in enumerate(merged)}
-    scores |= dict.fromkeys(characters, -1e3)
+def sentencepiece_metadata(model: SentencePieceProcessor, spaced: bool) -> dict[str, Any]:
+    ids = range(model.get_piece_size())
+    kinds = [BYTE if model.is_byte(i) else CONTROL if model.is_control(i) else NORMAL for i in ids]
+    kinds[model.piece_to_id("<think>")] = USER_DEFINED
     return {
         **{"ggml__model": "llama", "ggml__add_space_prefix": spaced},
-        **{"ggml__tokens": [*SPECIAL, *BYTES, *scores, "<think>"]},
-        **{"ggml__scores": [*[0.0] * 259, *scores.values(), 0.0]},
-        "ggml__token_type": [
-            *(UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256),
-            *(*[NORMAL] * len(scores), USER_DEFINED),
-        ],
+        "ggml__tokens": [model.id_to_piece(i) for i in ids],
+        "ggml__scores": [model.get_score(i) for i in ids],
+        "ggml__token_type": [UNKNOWN, *kinds[1:]],
         **{f"ggml__{n}_token_id": i for i, n in enumerate(("unknown", "bos", "eos"))},
     }
 
 
-def sentencepiece(text: str, metadata: dict[str, Any]) -> list[int]:
-    """The tokens of a text: the pair with the best score is merged, the first one of equals."""
-    tokens = metadata["ggml__tokens"]
-    scores = dict(zip(tokens, metadata["ggml__scores"], strict=True))
-    found: list[str] = []
-    for part in re.split("(<unk>|<s>|</s>|<think>)", text):
-        if part in (*SPECIAL, "<think>", ""):
-            found += [part] if part else []
-            continue
-        symbols = list(("▁" if metadata["ggml__add_space_prefix"] else "") + part.replace(" ", "▁"))
-        while True:
-            joined = ["".join(pair) for pair in pairwise(symbols)]
-            known = [(-scores[token], i) for i, token in enumerate(joined) if token in scores]
-            if not known:
-                break
-            _, place = min(known)
-            symbols[place : place + 2] = [joined[place]]
-        for symbol in symbols:
-            found += [symbol] if symbol in scores else [BYTES[b] for b in symbol.encode()]
-    return [tokens.index(token) for token in found]
-
-
 @pytest.mark.parametrize("spaced", [False, True])
 def test_sentencepiece_merges_by_score(tmp_path: Path, spaced: bool) -> None:
-    metadata = sentencepiece_metadata(spaced)
-    found = loaded(tmp_path / "a.gguf", **metadata)
+    model = trained(**LLAMA, add_dummy_prefix=spaced, user_defined_symbols=["<think>"])
+    found = loaded(tmp_path / "a.gguf", **sentencepiece_metadata(model, spaced))
     for text in TEXTS:
-        ids = found.encode(text)
-        assert ids == [1, *sentencepiece(text, metadata)]
+        ids, expected = found.encode(text), [1]
+        for part in re.split("(<unk>|<s>|</s>|<think>)", text):
+            is_special = re.fullmatch("<.*>", part) is not None
+            expected += [model.piece_to_id(part)] if is_special else model.encode(part)
+        assert ids == expected
         stream = found.text_stream(ids[:1])
         streamed = "".join(map(stream.push, ids[1:]))
         assert streamed == found.decode(ids)
         if not text.startswith("<") and "\u2581" not in text:
             assert streamed == text
-    assert found.special_ids == {0, 1, 2}
+    assert found.special_ids == {0, 1, 2, 3}
 
 
 def test_chat_templates(byte_level: Tokenizer, tmp_path: Path) -> None:
