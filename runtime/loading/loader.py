@@ -500,28 +500,14 @@ class OpenedSource:
         return iter_weights(self.reader, self.config, dtype, codes, progress=progress)
 
 
-def source_tokenizer(found: Source) -> TextTokenizer | None:
-    """Return the tokenizer of a model; None if its checkpoint has none.
-
-    Raises `CheckpointError` as `load_tokenizer` and `gguf_tokenizer`.
-    """
-    if found.directory is None:
-        return None
-    ends = found.config.eos_token_ids
-    if found.file is not None:
-        return gguf_tokenizer(found.file, eos_token_ids=ends)
-    return load_tokenizer(found.directory, eos_token_ids=ends)
-
-
 def planned_codes(found: Source, kernels: Kernels, dtype: torch.dtype) -> Kernels:
     """Return `OpenedSource.kept_codes` of a model of which perhaps only the config is there."""
     with ExitStack() as open_files:
         place, reader = found.directory, None
         if found.file is not None or (place is not None and _has_weights(place)):
             reader = _open_reader(found, open_files)
-        return OpenedSource(found.config, None, reader, found.place, NEUTRAL).kept_codes(
-            kernels, dtype
-        )
+        opened = OpenedSource(found.config, None, reader, found.place, NEUTRAL)
+        return opened.kept_codes(kernels, dtype)
 
 
 def _open_reader(found: Source, open_files: ExitStack) -> CheckpointReader | None:
@@ -545,6 +531,10 @@ def open_source(found: Source, open_files: ExitStack) -> OpenedSource:
             check_tensors(reader, found.config, log_unused=True)
         else:
             check_dtypes(reader, plan_of(found.config).parameters())
-        tokenizer = source_tokenizer(found)
+        ends = found.config.eos_token_ids
+        if found.file is not None:
+            tokenizer = gguf_tokenizer(found.file, eos_token_ids=ends)
+        else:
+            tokenizer = load_tokenizer(found.directory, eos_token_ids=ends)
         defaults = read_sampling_defaults(found.directory)
     return OpenedSource(found.config, tokenizer, reader, found.place, defaults)
