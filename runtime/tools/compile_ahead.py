@@ -152,7 +152,7 @@ def compile_kernel_calls(calls: Iterable[KernelCall], capability: int) -> Iterat
     backend = make_backend(target)
     compiled: dict[str, CompiledKernel] = {}
     for call in calls:
-        options = {k: v for k, v in call.options.items() if k not in call.constants}
+        options = {k: v for k, v in call.options.items() if k not in call.kernel.arg_names}
         # These two are what Triton's launcher does between a call and its cache of kernels.
         bind = create_function_from_signature(call.kernel.signature, call.kernel.params, backend)
         bound, specialization, _ = bind(*call.args, **call.options)
@@ -169,8 +169,8 @@ def compile_kernel_calls(calls: Iterable[KernelCall], capability: int) -> Iterat
                 name=call.name,
                 capability=capability,
                 constants={names[path[0]]: value for path, value in values.items()},
-                num_warps=call.num_warps,
-                num_stages=call.num_stages,
+                num_warps=call.options["num_warps"],
+                num_stages=call.options["num_stages"],
                 registers=registers,
                 shared=max(made.metadata.shared, static),
                 stack=stack,

@@ -175,8 +175,7 @@ def compiled_as(call: KernelCall) -> tuple[Any, ...]:
             arguments.append(None if name in unspecialised else (value == 1, value % 16 == 0))
         else:
             arguments.append(type(value))
-    constants = tuple(sorted((k, str(v)) for k, v in call.constants.items()))
-    return (call.name, call.num_warps, call.num_stages, constants, *arguments)
+    return (call.name, tuple(sorted((k, str(v)) for k, v in call.options.items())), *arguments)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="addresses of recorded calls are those of a CPU")

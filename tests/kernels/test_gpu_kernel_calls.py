@@ -62,4 +62,4 @@ def test_dependent_launch_is_switched_off_where_a_launch_is_made() -> None:
             with dependent_launch(outer), dependent_launch(inner):
                 activate_rows(x, out, silu)
         activate_rows(x, out, silu)
-    assert [call.constants["PDL"] for call in calls] == [True, False, False, True]
+    assert [call.options["PDL"] for call in calls] == [True, False, False, True]

@@ -83,7 +83,7 @@ def prefetched(config: LinearConfig, n: int, k: int) -> int:
     with record_kernel_calls() as calls:
         linear = LinearTensors(empty(2 * n, k))
         gate_up(empty(1, k), linear, empty(1, n), activate=silu, config=config)
-    amount: int = calls[0].constants["PREFETCH"]
+    amount: int = calls[0].options["PREFETCH"]
     return amount
 
 

@@ -106,23 +106,14 @@ class KernelCall:
     grid: tuple[int, ...]
     args: tuple[Any, ...]
     """Tensors (None where there is none) and numbers, in the order of the kernel's parameters."""
-    constants: dict[str, Any]
-    num_warps: int
-    num_stages: int
+    options: dict[str, Any]
+    """Constants and options of the launch, by name."""
 
     @property
     def name(self) -> str:
         """The kernel's."""
         name: str = self.kernel.__name__
         return name
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """Constants and options of the launch, by name."""
-        options: dict[str, Any] = {"num_warps": self.num_warps, "num_stages": self.num_stages}
-        if self.constants.get("PDL"):
-            options["launch_pdl"] = True
-        return options | self.constants
 
 
 _Receiver = Callable[[KernelCall], object]
@@ -170,15 +161,17 @@ def call_kernel(
         constants: by name, without `PDL`, which is added where the kernel has it.
     """
     diversion = _diversion.get()
+    options = {"num_warps": num_warps, "num_stages": num_stages, **constants}
     if "PDL" in kernel.arg_names:
         runs_on_a_device = diversion is not None or not INTERPRETED
         enabled = is_dependent_launch_enabled() and runs_on_a_device
-        constants["PDL"] = enabled and compute_capability() >= 90
-    call = KernelCall(kernel, grid, args, constants, num_warps, num_stages)
+        options["PDL"] = enabled and compute_capability() >= 90
+        if options["PDL"]:
+            options["launch_pdl"] = True
     if diversion is not None:
-        diversion[0](call)
+        diversion[0](KernelCall(kernel, grid, args, options))
     else:
-        kernel[grid](*args, **call.options)
+        kernel[grid](*args, **options)
 
 
 def num_multiprocessors(device: torch.device) -> int:

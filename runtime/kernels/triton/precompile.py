@@ -126,7 +126,7 @@ class _WithLauncher:
 
 def _title(call: KernelCall) -> str:
     """Name a call: its operation where it has one, and the constants that choose its code."""
-    name = str(call.constants.get("NAME", call.name.strip("_")))
+    name = str(call.options.get("NAME", call.name.strip("_")))
     choices = [f"{key}={value}" for key, value in call.options.items() if key != "NAME"]
     return f"{name} ({' '.join(choices)})"
 
