@@ -76,12 +76,11 @@ def test_preset_is_saved_with_its_weights_and_tokens(
     assert equal_share(ours, transformers(tmp_path).run(prompts, 8)["token_ids"]) == 1.0
 
 
-@pytest.mark.parametrize("variant", ["base", "gemma2"])
 def test_transformers_have_the_tokens_of_a_checkpoint(
-    variant: str, tiny: Callable[[str], TinyModel], tmp_path: Path
+    tiny: Callable[[str], TinyModel], tmp_path: Path
 ) -> None:
-    """The generation settings of the checkpoint are left out."""
-    model = tiny(variant)
+    """The generation settings of the checkpoint are left out, the soft cap of scores is not."""
+    model = tiny("gemma2")
     prompts = model.prompts(24, 24)
     ours = model.greedy(prompts, 6)
     directory = shutil.copytree(model.directory, tmp_path / "penalty")

@@ -42,6 +42,9 @@ class Heard:
         """The names of all events of a kind, in order."""
         return [event[1] for event in self.events if event[0] == kind]
 
+    def said(self) -> list[str]:
+        return [" ".join(map(str, event[:2])) for event in self.events]
+
 
 class ListenersComeAndGo(RuleBasedStateMachine):
     """Each receives the ranges that begin while it listens, and their ends."""
@@ -197,23 +200,16 @@ def test_launches_of_an_engine_carry_the_numbers_of_their_step(open_engine: Open
     assert any(shown.padding for shown in replays)
 
 
-class Recorder(Heard):
-    """A listener that also notes what is done to a device."""
-
-    def said(self) -> list[str]:
-        return [" ".join(map(str, event[:2])) for event in self.events]
-
-
 @pytest.fixture
-def recorder() -> Iterator[Recorder]:
-    recorder = Recorder()
+def recorder() -> Iterator[Heard]:
+    recorder = Heard()
     with ranges.listening(recorder):
         yield recorder
 
 
 @pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch, recorder: Recorder) -> Recorder:
-    """A process that works with CUDA."""
+def cuda(monkeypatch: pytest.MonkeyPatch, recorder: Heard) -> Heard:
+    """A process that works with CUDA; what is done to the device is recorded too."""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     for owner, name in (
         (torch.cuda, "synchronize"),
@@ -224,14 +220,14 @@ def cuda(monkeypatch: pytest.MonkeyPatch, recorder: Recorder) -> Recorder:
     return recorder
 
 
-def test_a_window_without_cuda_is_a_range(recorder: Recorder) -> None:
+def test_a_window_without_cuda_is_a_range(recorder: Heard) -> None:
     assert not torch.cuda.is_initialized()
     with capture_window():
         recorder.events.append(("inside",))
     assert recorder.said() == ["push window", "inside", "pop"]
 
 
-def test_a_window_holds_the_work_that_was_started_in_it(cuda: Recorder) -> None:
+def test_a_window_holds_the_work_that_was_started_in_it(cuda: Heard) -> None:
     """Also if it ends with an exception, which leaves nothing open."""
     for error in (ValueError, KeyboardInterrupt, None):
         cuda.events.clear()
@@ -244,7 +240,7 @@ def test_a_window_holds_the_work_that_was_started_in_it(cuda: Recorder) -> None:
         ]  # fmt: skip
 
 
-def test_a_second_window_is_an_error_and_the_first_stays_open(cuda: Recorder) -> None:
+def test_a_second_window_is_an_error_and_the_first_stays_open(cuda: Heard) -> None:
     def second() -> None:
         with pytest.raises(CaptureWindowError), capture_window():
             pytest.fail("it is not open")
