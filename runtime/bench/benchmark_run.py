@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import threading
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ import torch
 
 from ...cache.memory.handler import format_bytes
 from ...profiling import bandwidth, ranges
+from ...profiling.atomic_write import write_file
 from ..config import EngineConfig
 from ..engine.engine import Engine
 from ..engine.rank_start import check_can_split
@@ -23,7 +25,7 @@ from ..kernels import cpu_kernels_obstacle
 from ..loading.loader import resolve_source
 from ..models.resolved_config import ResolvedConfig, resolve_device
 from .options import MODES, engine_configs
-from .results import new_document, settle_bandwidth, write_json
+from .results import new_document, settle_bandwidth
 
 SAMPLE_SECONDS = 0.005
 """Between two samples of memory during a start."""
@@ -141,12 +143,13 @@ class BenchmarkRun:
         self.write()
 
     def write(self) -> None:
-        """Write the document as it is now.
+        """Write the document as it is now to `--output-json`, if that was given.
 
         Raises:
             WriteError: it cannot be written.
         """
-        write_json(self.options, self.document)
+        if self.options.output_json is not None:
+            write_file(self.options.output_json, json.dumps(self.document, indent=1) + "\n")
 
     def say(self, text: str) -> None:
         """Print progress to stderr."""

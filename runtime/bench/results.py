@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import platform
 import shlex
@@ -17,7 +16,6 @@ from typing import Any
 import psutil
 import torch
 
-from ...profiling.atomic_write import write_file
 from ...profiling.command_line import aligned
 from ...profiling.device_state import describe_throttling, driver_version
 from ..engine.engine import Engine
@@ -57,16 +55,6 @@ def new_document(
         "command": shlex.join(options.command),
     }
     return {"schema_version": SCHEMA_VERSION, "environment": environment, "cases": []}
-
-
-def write_json(options: argparse.Namespace, document: dict[str, Any]) -> None:
-    """Write the document as it is now to `--output-json`, if that was given.
-
-    Raises:
-        WriteError: it cannot be written.
-    """
-    if options.output_json is not None:
-        write_file(options.output_json, json.dumps(document, indent=1) + "\n")
 
 
 def settle_bandwidth(document: dict[str, Any], after: float) -> None:
