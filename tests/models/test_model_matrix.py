@@ -42,8 +42,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """Traits that the default of a type lacks, where `test_families.py` has none of its models."""
-QUICK = ("bart", "phi")
-"""One that is refused, and partial rotation with biases."""
+QUICK = ("bart", "phi", "gpt2", "gpt_neox", "cohere", "gemma2", "gpt_oss", "qwen2_moe", "opt")
+"""One that is refused; partial rotation with biases; learned positions and Conv1D; parallel
+residual, and scaled logits; soft caps and windows; attention sinks; shared experts; offset
+positions."""
 CASES = [
     pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
     for name in (*MODEL_TYPES, *VARIANTS)
@@ -88,6 +90,8 @@ def compare(model: CausalModel, engine: Engine) -> None:
         theirs = logits[prompt_len - 1 :, : ours.shape[-1]]
         bound = LOGIT_ERROR * logits.std().item()
         torch.testing.assert_close(ours, theirs, rtol=0, atol=bound)
+    weights = engine.stats()["memory"]["weights"]
+    assert weights["planned"] == weights["measured"]
     engine.check_integrity()
 
 
