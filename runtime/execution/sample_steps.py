@@ -100,10 +100,28 @@ def sample_codes(
     parameters = [p for name, p in fused_layout(model).items() if of_any_layer(name) in coded]
     codes = {}
     for parameter, form in zip(parameters, cycle(kernels.formats), strict=False):
-        example = random_weight(form, _CODE_ROWS, parameter.shape[1], generator)
+        example = _exact(random_weight(form, _CODE_ROWS, parameter.shape[1], generator))
         n = parameter.shape[0] // parameter.matrices
         codes[parameter.name] = [rows(example, n, at) for at in range(parameter.matrices)]
     return codes
+
+
+def _exact(weight: GroupedWeight) -> GroupedWeight:
+    """Return the weight with other scales and minimums, so that bfloat16 has all of its numbers.
+
+    Then decoded weights multiply as codes do. Scales become powers of two, and minimums integer
+    multiples of them.
+    """
+    scales, minimums = weight.scales, weight.minimums
+    scales = scales.over(lambda numbers: numbers.float().log2().round().exp2().to(numbers.dtype))
+    middle = 1 << weight.levels.bits - 1
+    if minimums is not None and minimums.run > 1:
+        assert minimums.format == scales.format, "formats with runs have both alike"
+        minimums = scales._replace(outer=scales.outer * middle)
+    elif minimums is not None:
+        steps = scales.groups() * (middle if minimums.inner is None else 1)
+        minimums = minimums._replace(outer=steps.to(minimums.outer.dtype))
+    return dataclasses.replace(weight, scales=scales, minimums=minimums)
 
 
 def sample_weights(

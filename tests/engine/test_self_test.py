@@ -10,7 +10,7 @@ import pytest
 import torch
 from stepgraph.runtime import EngineConfig, KernelSelfTestError, SamplingParams
 from stepgraph.runtime.engine.self_test import check_kernels
-from stepgraph.runtime.execution.sample_steps import sample_config
+from stepgraph.runtime.execution.sample_steps import sample_codes, sample_config
 from stepgraph.runtime.kernels import DecoderStack, Experts, Kernels, have_compiler, select_kernels
 from stepgraph.runtime.kernels.choice import Parts
 from stepgraph.runtime.kernels.ops.packed_parts import pack_parts
@@ -27,6 +27,10 @@ from ..rigs.engine_rig import Open
 from ..rigs.sharding_rig import tiny_config
 
 pytestmark = pytest.mark.skipif(not have_compiler(), reason="needs a C++ compiler")
+
+HALF = ScaleFormat(torch.float16)
+RUNS = ScaleFormat(torch.float16, torch.uint8, 8)
+ZEROS = ScaleFormat(torch.float16, torch.uint8)
 
 
 def chosen(variant: str = "base", **settings: Any) -> tuple[Kernels, ModelConfig, ResolvedConfig]:
@@ -71,6 +75,26 @@ def test_products_over_codes_are_tested(variant: str) -> None:
     kernels = dataclasses.replace(kernels, pack_parts=wrong)
     with pytest.raises(KernelSelfTestError):
         check_kernels(kernels, model, config, required=True)
+
+
+@pytest.mark.parametrize("minimums", [None, HALF, ZEROS])
+@pytest.mark.parametrize("scales", [HALF, RUNS, ScaleFormat(torch.bfloat16)])
+def test_bfloat16_has_all_numbers_of_sampled_codes(
+    scales: ScaleFormat, minimums: ScaleFormat | None
+) -> None:
+    """Else the reference, whose weights are decoded, would have rounding errors of its own."""
+    kernels, model, config = chosen("base", weight_dtype="int4")
+    kernels = int4_kernels(kernels, model_plan(model), config.dtype)
+    if minimums is not None and scales.run > 1:
+        minimums = scales  # as in all formats
+    form = GroupedFormat(integers(5), 16, scales, minimums)
+    kernels = dataclasses.replace(kernels, formats=(form,))
+    sampled = sample_codes(model, kernels, torch.Generator().manual_seed(1))
+    assert len(sampled) > 4
+    for part in (part for parts in sampled.values() for part in parts):
+        decoded = part.rows(0, part.shape[0]).decode()
+        assert decoded.unique().numel() > 32
+        assert torch.equal(decoded, decoded.bfloat16().float())
 
 
 def test_samples_have_layers_with_and_without_experts() -> None:
