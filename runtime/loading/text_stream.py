@@ -157,8 +157,9 @@ class Pieces:
     def _find_anchor(self) -> list[int]:
         """Return a token with text of its own, to decode other tokens after."""
         try:
-            candidates = list(self._tokenizer.encode("a", add_special_tokens=False).ids)
-        except Exception:  # a model without this letter and without an unknown token
+            with tokenizer_errors("encode a letter", "text"):
+                candidates = list(self._tokenizer.encode("a", add_special_tokens=False).ids)
+        except RequestError:  # without this letter and an unknown token, or damaged as texts show
             candidates = []
         for token_id in [*reversed(candidates), *self.sample()]:
             if token_id in self.special_ids:

@@ -30,8 +30,11 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
 """Kinds of tokens, as SentencePiece and GGUF number them."""
 VOCABULARY_FILES = ("tekken.json", "tiktoken.model", "tokenizer.model")
 """Files that `read_vocabulary` reads, by precedence."""
-_MOST_BYTES = 64 << 20
-_MOST_TOKENS = 1 << 21
+_MOST_BYTES, _MOST_JSON_BYTES = 16 << 20, 64 << 20
+_MOST_RESERVED = 1 << 14
+"""Special tokens without a name of their own; each slows down the start."""
+_MOST_CHARS = 1024
+"""Characters of a token that is made by merges, which are found by comparing all its parts."""
 _CHAR_OF_BYTE = {byte: char for char, byte in BYTE_OF_CHAR.items()}
 _UNIGRAM, _BPE = 1, 2
 """Values of SentencePiece's `ModelType`."""
@@ -76,9 +79,14 @@ _PATTERNS = {"TikTokenTokenizer": KIMI}
 def score_merges(
     tokens: Sequence[str], kinds: Sequence[int], scores: Sequence[float]
 ) -> list[tuple[str, str]]:
-    """Return the pairs of tokens that make a normal token, by falling score of that token."""
+    """Return the pairs of tokens that make a normal token, by falling score of that token.
+
+    Raises `ValueError` for a normal token of more than 1024 characters.
+    """
     vocabulary = frozenset(tokens)
     normal = [i for i, kind in enumerate(kinds) if kind == NORMAL]
+    if long := [i for i in normal if len(tokens[i]) > _MOST_CHARS]:
+        raise ValueError(f"token {long[0]} has more than {_MOST_CHARS} characters")
     return [
         (left, right)
         for token in (tokens[i] for i in sorted(normal, key=lambda i: -scores[i]))
@@ -185,9 +193,11 @@ def read_vocabulary(path: Path, settings: Mapping[str, Any]) -> Tokenizer:
         return _sentencepiece(read_bytes(path, _MOST_BYTES), settings)
     tokens: list[str] = []
     if path.name == "tekken.json":
-        tokens, words, pattern = _tekken(read_json_object(path, _MOST_BYTES))
+        tokens, words, pattern = _tekken(read_json_object(path, _MOST_JSON_BYTES))
     else:
         words, pattern = _tiktoken(read_bytes(path, _MOST_BYTES), settings)
+    if not words or len(set(words)) < len(words):
+        raise ValueError("it has no tokens, or one of them twice")
     kinds = [CONTROL] * len(tokens) + [NORMAL] * len(words)
     tokens += (word.decode("latin-1").translate(_CHAR_OF_BYTE) for word in words)
     _place_added(settings, tokens, kinds)
@@ -196,12 +206,14 @@ def read_vocabulary(path: Path, settings: Mapping[str, Any]) -> Tokenizer:
 
 def _place_added(settings: Mapping[str, Any], tokens: list[str], kinds: list[int]) -> None:
     """Give `added_tokens_decoder` its ids, with reserved tokens between them."""
+    bound = len(tokens) + _MOST_RESERVED
     for key, entry in settings.get("added_tokens_decoder", {}).items():
         token_id, token = int(key), entry.get("content")
-        if token_id not in range(_MOST_TOKENS) or not isinstance(token, str):
+        if token_id not in range(bound) or not isinstance(token, str):
             raise ValueError(
                 f"tokenizer_config.json: added_tokens_decoder[{bounded_repr(key, 40)}] must have"
-                f" an id below {_MOST_TOKENS} and a content"
+                f" an id below {bound}, as the file has {bound - _MOST_RESERVED} tokens, and a"
+                " content. Is the file complete?"
             )
         tokens += (f"<|reserved_token_{i}|>" for i in range(len(tokens), token_id + 1))
         kinds += [CONTROL] * (len(tokens) - len(kinds))
@@ -216,9 +228,9 @@ def _tekken(content: Mapping[str, Any]) -> tuple[list[str], list[bytes], str]:
         raise ValueError("it lists no special_tokens: tokenizers before v7 are not supported")
     names = {entry["rank"]: entry["token_str"] for entry in listed}
     count = config.get("default_num_special_tokens", len(names))
-    if count > _MOST_TOKENS:
-        raise ValueError(f"default_num_special_tokens = {count} is more than {_MOST_TOKENS}")
-    entries = content["vocab"][: config["default_vocab_size"] - count]
+    if count not in range(_MOST_RESERVED + 1):
+        raise ValueError(f"default_num_special_tokens must be 0 to {_MOST_RESERVED}, not {count}")
+    entries = content["vocab"][: max(0, config["default_vocab_size"] - count)]
     words = [b64decode(entry["token_bytes"], validate=True) for entry in entries]
     return [names.get(i, f"<SPECIAL_{i}>") for i in range(count)], words, config["pattern"]
 

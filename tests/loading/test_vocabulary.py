@@ -15,7 +15,7 @@ import regex
 import sentencepiece
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from stepgraph.runtime import CheckpointError
+from stepgraph.runtime import CheckpointError, RequestError
 from stepgraph.runtime.loading.text_stream import BYTE_OF_CHAR
 from stepgraph.runtime.loading.tokenizer import TextTokenizer, load_tokenizer
 from transformers import LlamaTokenizer
@@ -219,14 +219,17 @@ DAMAGED: dict[str, dict[str, Any]] = {
     "no base64": {"tiktoken.model": b"? 0\n"},
     "no rank": {"tiktoken.model": b"YQ==\n"},
     "a rank is missing": {"tiktoken.model": b"YQ== 0\nYg== 2\n"},
+    "no tokens": {"tiktoken.model": b""},
+    "a token twice": {"tiktoken.model": b"YQ== 0\nYQ== 1\n"},
+    "a long token": {"tiktoken.model": b64encode(bytes(10**6)) + b" 0\n"},
     "other class": kimi_files(tokenizer_class="OtherTokenizer"),
-    "large id": kimi_files(added_tokens_decoder={str(10**12): {"content": "a"}}),
+    "large id": kimi_files(added_tokens_decoder={str(10**5): {"content": "a"}}),
     "no content": kimi_files(added_tokens_decoder={"0": {}}),
     "no list": kimi_files(added_tokens_decoder=[]),
     "no special tokens": tekken_file(special_tokens=None),
     "no config": tekken_file(config={}),
     "many special tokens": tekken_file(
-        config={"pattern": "a", "default_vocab_size": 9, "default_num_special_tokens": 10**12}
+        config={"pattern": "a", "default_vocab_size": 9, "default_num_special_tokens": 10**5}
     ),
     "no pattern": tekken_file(
         config={"pattern": "(", "default_vocab_size": 9, "default_num_special_tokens": 5}
@@ -240,3 +243,12 @@ def test_damaged_file(tmp_path: Path, kind: str) -> None:
     with pytest.raises(CheckpointError) as caught:
         loaded(tmp_path, files)
     assert str(tmp_path / next(iter(DAMAGED[kind]))) in str(caught.value)
+
+
+def test_damaged_normalisation(tmp_path: Path) -> None:
+    """The library panics while it reads the table of characters."""
+    pieces = b"\x0a\x09\x0a\x05<unk>\x18\x02\x0a\x03\x0a\x01a"
+    table = b"\x1a\x0a\x12\x08\4\0\0\0\xff\xff\xff\xff"
+    found = loaded(tmp_path, {"tokenizer.model": pieces + table})
+    with pytest.raises(RequestError):
+        found.encode("a")
