@@ -244,7 +244,8 @@ class Scheduler:
         self._step_budget = step_budget
         self._rope_lengths = rope_lengths or RopeLengths()
         self._waiting: list[Request] = []
-        """Requests without a row that have not ended, in the order of service; also paused ones."""
+        """Requests that wait for a row, in the order of service."""
+        self._paused: set[Request] = set()  # without a row
         self._pausing: dict[Request, None] = {}  # paused, with a row
         self._wakes = WakeTimes()
         self._running = RunningRequests(max_num_seqs)
@@ -260,7 +261,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Requests that wait for a row; paused ones do not."""
-        return sum(not request.paused for request in self._waiting)
+        return len(self._waiting)
 
     @property
     def num_running(self) -> int:
@@ -285,19 +286,20 @@ class Scheduler:
             self.cache.release(request.id)
             return
         self.cache.host.drop(request.id)
-        index = bisect_left(self._waiting, request.order, key=order_of)
-        assert self._waiting[index] is request, f"request {request.id} is not in the queue"
-        del self._waiting[index]
+        self._stop_waiting(request)
 
     def on_paused(self, request: Request) -> None:
         """Handle an unfinished request whose `paused` the engine has changed.
 
         The next plan preempts it if it has a row, unless its last token is being computed.
         """
-        if not request.paused:
-            self._pausing.pop(request, None)
-        elif request in self._running.rows:
+        if request not in self._running.rows:
+            self._stop_waiting(request)
+            self._wait(request)
+        elif request.paused:
             self._pausing[request] = None
+        else:
+            del self._pausing[request]
 
     def plan(self) -> StepPlan:
         """Return the plan of the next launch.
@@ -347,7 +349,7 @@ class Scheduler:
         """Clear the prefix cache, and exclude tokens computed so far from later sharing."""
         self.cache.pool.forget_contents()
         self.publisher.forget_contents()
-        for request in (*self._running.rows, *self._waiting):
+        for request in (*self._running.rows, *self._waiting, *self._paused):
             request.prefix_hashes = None
 
     def verify(
@@ -415,8 +417,11 @@ class Scheduler:
         self.publisher.check_integrity(self._running.rows)
         assert self._reserved.keys() == self._running.rows.keys()
         assert self._waiting == sorted(self._waiting, key=order_of)
-        assert all(request.status is not RequestStatus.FINISHED for request in self._waiting)
-        assert not any(request in self._running.rows for request in self._waiting)
+        assert self._paused.isdisjoint(self._waiting)
+        for request in (*self._waiting, *self._paused):
+            assert request.status is not RequestStatus.FINISHED
+            assert request not in self._running.rows
+            assert request.paused == (request in self._paused)
         assert self._pausing.keys() == {request for request in self._running.rows if request.paused}
         self._wakes.check_integrity()
         wakes, ending = self._wakes.steps, self._running.ending
@@ -431,7 +436,19 @@ class Scheduler:
             assert tokens == 0 or last < self._next_change_position(request)
 
     def _wait(self, request: Request) -> None:
-        insort(self._waiting, request, key=order_of)
+        """Queue a request; set a paused one aside, so that no plan has to pass over it."""
+        if request.paused:
+            self._paused.add(request)
+        else:
+            insort(self._waiting, request, key=order_of)
+
+    def _stop_waiting(self, request: Request) -> None:
+        if request in self._paused:
+            self._paused.remove(request)
+            return
+        index = bisect_left(self._waiting, request.order, key=order_of)
+        assert self._waiting[index] is request, f"request {request.id} is not in the queue"
+        del self._waiting[index]
 
     def _look_at(self, plan: StepPlan, due: dict[Request, None]) -> None:
         """Process the due events of decoding requests, and add requests that begin to decode."""
@@ -492,7 +509,7 @@ class Scheduler:
             # All tokens of the prompt but the last, whose logits it needs to sample its own token.
             shared, siblings = len(head.prompt_ids) - 1, self._may_fork(head)
             ready = [(s.id, shared) for s in siblings if s.num_computed >= shared]
-            if head.paused or (siblings and not ready):
+            if siblings and not ready:
                 passed += 1
                 continue
             found = self._admit(head, ready, budget)

@@ -59,6 +59,19 @@ def test_planning_costs_the_same_however_many_wait(host_blocks: int) -> None:
     assert sum(crowded(5_000, host_blocks)) <= 1.05 * sum(crowded(10, host_blocks))
 
 
+def test_planning_costs_the_same_however_many_are_paused() -> None:
+    def costs(num_paused: int) -> list[int]:
+        rig = Rig(max_num_seqs=4, block_size=16, prefix=True)
+        paused = [rig.group(3) for _ in range(num_paused)]
+        for group in paused:
+            rig.loop.requests.add(group)
+            rig.loop.requests.set_paused(group, True)
+        rig.add(2), rig.add(2)
+        return costs_of(rig, 12)
+
+    assert costs(1) == costs(1_000)
+
+
 def test_a_decode_step_costs_the_same_however_long_the_sequences_are() -> None:
     """Where no block is taken or given back: all else would be paid for by every token."""
     rig = Rig(windows=(None, 7), max_num_seqs=2, block_size=16, prefix=True)
