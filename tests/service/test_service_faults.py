@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 from stepgraph.runtime import service
+from stepgraph.runtime.detokenizer import IncrementalDetokenizer
 from stepgraph.runtime.errors import (
     EngineFailedError,
     EngineUnavailableError,
@@ -116,10 +117,6 @@ def test_a_tokenizer_that_hangs_delays_texts_alone() -> None:
 
 
 def test_a_detokenizer_that_raises_ends_its_request_alone() -> None:
-    broken: Any = SimpleNamespace(
-        **{"num_chars": 0, "stopped": None, "text": "", "include_stop": False},
-        **{"push": fail, "finish": pytest.fail, "text_between": lambda *_: ""},
-    )
     with rig() as r:
         engine = r.made[0]
         prepare, prepared = engine.prepare, itertools.count()
@@ -127,7 +124,7 @@ def test_a_detokenizer_that_raises_ends_its_request_alone() -> None:
         def prepare_broken(*args: Any, **options: Any) -> Any:
             group = prepare(*args, **options)
             if next(prepared) == 0:
-                group.requests[0].detokenizer = broken
+                group.requests[0].detokenizer = IncrementalDetokenizer(fail)
             return group
 
         engine.prepare = prepare_broken  # type: ignore[method-assign]
