@@ -170,7 +170,7 @@ def failure(ratios: Sequence[Ratio], limit: float) -> str | None:
 
 def _key(case: Entry) -> dict[str, Any]:
     """Return what a case is matched by; a device is its type, without a number."""
-    case = {"neighbours": 0, **case}  # files from before have none
+    case = {"neighbours": 0, "activation_dtype": "auto", **case}  # files from before have none
     return {**{key: case[key] for key in KEYS}, "device": case["device"].partition(":")[0]}
 
 
