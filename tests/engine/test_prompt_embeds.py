@@ -54,7 +54,7 @@ def test_tokens_are_those_of_transformers(
 ) -> None:
     """In one batch with plain prompts, in chunks that cut through the spans, and preempted."""
     engine = open_engine("base", prompt_embeds=True, prefill_chunk=16, block_size=4, **config)
-    prompts = base.prompts(30, 41, 9, 25)
+    prompts = base.prompts(30, 41, 4, 25)
     spans = [
         [EmbeddedSpan(20, content(1, 7)), EmbeddedSpan(0, content(2, 11))],
         [EmbeddedSpan(10, content(3, 31))],
