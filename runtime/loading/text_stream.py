@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import codecs
 import json
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -103,7 +104,8 @@ class Pieces:
                 self.replaced[ord(part["pattern"]["String"])] = part["content"]
             elif part["type"] == "Metaspace":
                 self.replaced[ord(part["replacement"])] = " "
-        self.of = cache(self._compute)
+        # By a weak reference: a cycle, which `gc.freeze` may keep, would outlive its engine.
+        self.of = cache(partial(Pieces._compute, weakref.proxy(self)))
         """Returns the bytes of a token, special or not, in the middle of a text."""
         self._token = cache(tokenizer.id_to_token)
         self._anchor = self._find_anchor()

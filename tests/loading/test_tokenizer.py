@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from tokenizers import AddedToken, Tokenizer, normalizers, processors
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
+from ..rigs.tiny_models import byte_level_tokenizer
 from .test_text_stream import KINDS, byte_level
 
 
@@ -147,3 +150,16 @@ def test_a_long_text_is_judged(kind: str) -> None:
 def test_what_may_lose_text_has_no_bound() -> None:
     for kind in ("word_piece", "llama", "strip", "stripping"):
         assert make(kind)[1].least_tokens("the cat " * 1000) == 0
+
+
+def test_a_tokenizer_is_not_in_a_cycle() -> None:
+    """The collector would not free it after `gc.freeze`."""
+    tokenizer = TextTokenizer(byte_level_tokenizer(300))
+    assert tokenizer.pieces.of(tokenizer.encode("a")[0]) == b"a"
+    pieces = weakref.ref(tokenizer.pieces)
+    gc.disable()
+    try:
+        del tokenizer
+        assert pieces() is None
+    finally:
+        gc.enable()
