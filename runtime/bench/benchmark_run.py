@@ -161,6 +161,7 @@ class BenchmarkRun:
         With `--verbose`, its memory plan and the phases of its start are printed.
         """
         stored = {"dtype": config.dtype, "weights": config.weight_dtype, "KV": config.kv_dtype}
+        stored["activations"] = config.activation_dtype
         kind = [model, *(f"{name} {dtype}" for name, dtype in stored.items() if dtype != "auto")]
         how = [f"{' '.join(kind)} {config.mode}"]
         how += [f"{config.kernels} kernels"] * (config.kernels != "auto")
@@ -203,6 +204,7 @@ class BenchmarkRun:
         kinds: dict[tuple[object, ...], ModelKind] = {}
         for model, configs in engine_configs(options, modes, options.tensor_parallel, **shared):
             found = [resolve_engine(model, config) for config in configs][-1]
-            key = model, found.dtype, found.weights, found.storage
+            rounded = found.user.activation_dtype
+            key = model, found.dtype, found.weights, rounded, found.storage
             kinds.setdefault(key, ModelKind(model, configs))
         return list(kinds.values())

@@ -170,7 +170,8 @@ def failure(ratios: Sequence[Ratio], limit: float) -> str | None:
 
 def _key(case: Entry) -> dict[str, Any]:
     """Return what a case is matched by; a device is its type, without a number."""
-    case = {"neighbours": 0, "activation_dtype": "auto", **case}  # files from before have none
+    # Files from before have neither.
+    case = {"neighbours": 0, "activation_dtype": case["dtype"], **case}
     return {**{key: case[key] for key in KEYS}, "device": case["device"].partition(":")[0]}
 
 

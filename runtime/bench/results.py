@@ -78,13 +78,13 @@ def settle_bandwidth(document: dict[str, Any], after: float) -> None:
 def describe_engine(engine: Engine, model: str) -> dict[str, Any]:
     """Return the fields that entries of all engines begin with."""
     config = engine.config
-    dtype = str(config.dtype).removeprefix("torch.")
+    dtype, rounded = str(config.dtype).removeprefix("torch."), config.user.activation_dtype
     has_affinity = hasattr(os, "sched_getaffinity")
     return {
         "model": model,
         "dtype": dtype,
         "weight_dtype": dtype if config.weights == MODEL else config.weights.name,
-        "activation_dtype": config.user.activation_dtype,
+        "activation_dtype": dtype if rounded == "auto" else rounded,
         "kv_dtype": dtype if config.storage == "model" else config.storage,
         "mode": config.mode,
         "kernels": config.kernels,
@@ -166,12 +166,13 @@ _KIND: dict[str, Cell] = {
     "model": "{model}",
     "dtype": "{dtype}",
     "weights": "{weight_dtype}",
+    "activations": "{activation_dtype}",
     "KV": "{kv_dtype}",
     "mode": _mode,
     "output": "{output_len}",
 }
 """Columns that are left out of a table, and stand above it, where all entries are equal."""
-_TEXT_COLUMNS = {"model", "dtype", "weights", "KV", "mode"}
+_TEXT_COLUMNS = {"model", "dtype", "weights", "activations", "KV", "mode"}
 _ITL = "ITL ms p50 / p90 / p99"
 _STEADY: dict[str, Cell] = {
     "batch": "{batch_size}",
@@ -336,5 +337,6 @@ def _entries(document: Entry) -> Iterator[dict[str, Any]]:
 def _name(entry: Entry) -> str:
     names = ("batch_size", "input_len", "output_len")
     sizes = " x ".join(str(entry[name]) for name in names if name in entry)
-    kind = dict.fromkeys(entry[name] for name in ("model", "dtype", "weight_dtype", "kv_dtype"))
+    dtypes = ("dtype", "weight_dtype", "activation_dtype", "kv_dtype")
+    kind = dict.fromkeys(entry[name] for name in ("model", *dtypes))
     return f"{' '.join(kind)} {entry['mode']} {sizes}"

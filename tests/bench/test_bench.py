@@ -29,6 +29,7 @@ from stepgraph.runtime.bench.workload import (
     decode_roofline,
     equal_share,
 )
+from stepgraph.runtime.kernels.cpu.features import cpu_features
 
 from ..rigs.bench_rig import ROOT, measured, run_bench
 from ..rigs.engine_rig import opened, parts_of
@@ -50,6 +51,15 @@ def document(tmp_path_factory):
         found = measured(patch, folder, twice)
         assert run_bench(patch, f"--compare {folder}/a.json {folder}/a.json") == 0
     return found
+
+
+@pytest.mark.skipif("avx512vnni" not in cpu_features(), reason="needs AVX512-VNNI")
+def test_each_dtype_of_activations_is_measured(monkeypatch, tmp_path):
+    flags = f"{SMALL} --batch-size 1 --weight-dtype int4 --activation-dtype auto int8"
+    found = measured(monkeypatch, tmp_path, flags)
+    assert [case["activation_dtype"] for case in found["cases"]] == ["bfloat16", "int8"]
+    _, rows = table_rows(found)
+    assert [row["activations"] for row in rows] == ["bfloat16", "int8"]
 
 
 def test_a_case_is_what_was_measured(document):

@@ -71,7 +71,8 @@ def test_modes_are_interleaved_where_they_fit_together(monkeypatch, tmp_path, ca
 
 
 def case_with(spread: float | None, mode: str = "eager") -> dict[str, Any]:
-    dtypes = dict.fromkeys(("dtype", "weight_dtype", "kv_dtype"), "bfloat16")
+    names = ("dtype", "weight_dtype", "activation_dtype", "kv_dtype")
+    dtypes = dict.fromkeys(names, "bfloat16")
     sizes = {"batch_size": 1, "input_len": 8, "output_len": 4}
     return {"model": "m", "mode": mode, "spread": spread, "device_state": None} | dtypes | sizes
 
