@@ -617,8 +617,10 @@ def start_parts(
         log = partial(logged_phase, phases, device=resolved.device)
         with log("kernels"):
             kernels = checked_kernels(found.config, resolved, group, expected)
-        kernels = opened.kept_codes(kernels, resolved.dtype)
-        found_drafter = _with_codes(found_drafter, kernels, resolved.dtype)
+        if (kernels.pack_parts, kernels.store_parts) != (expected.pack_parts, expected.store_parts):
+            # Others took the place of what failed, and may not multiply by codes.
+            kernels = opened.kept_codes(kernels, resolved.dtype)
+            found_drafter = _with_codes(found_drafter, kernels, resolved.dtype)
         if config.activation_dtype == "int8":
             kernels = int8_input_kernels(kernels)
         # Kernels hold some of it.

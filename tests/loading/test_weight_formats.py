@@ -354,6 +354,7 @@ def test_an_engine_has_the_logits_of_the_dequantised_model(
     tiny: Callable[[str], TinyModel],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
     implementation: str,
     layout: str,
 ) -> None:
@@ -372,6 +373,7 @@ def test_an_engine_has_the_logits_of_the_dequantised_model(
     assert weights["planned"] == weights["measured"]
     kept = implementation != "torch" and layout not in DECODED
     assert layout == "gpt_oss" or is_small == kept
+    assert caplog.text.count("decoded while they are loaded") == (not kept)  # warned once
 
 
 def kind_of(tensor: Tensor) -> str:
