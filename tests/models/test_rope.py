@@ -1,4 +1,4 @@
-"""Rotary positions: frequencies are equal to those of transformers."""
+"""Rotary positions: frequencies equal the ones in transformers."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def engine(directory: Path, **config: Any) -> Engine:
 
 
 def check_greedy(running: Engine, of: CausalModel, lengths: tuple[int, ...] = (5, 1, 40)) -> None:
-    """Compare tokens and their log-probabilities with those of transformers."""
+    """Compare tokens and their log-probabilities with transformers."""
     given = of.prompts(*lengths)
     for prompt, output in zip(given, running.generate(given, greedy(logprobs=0)), strict=True):
         logits = of.logits([*prompt, *output.token_ids])[len(prompt) - 1 : -1]

@@ -95,7 +95,7 @@ class Operation:
 class Answer(ABC, Generic[R]):
     """The response to one HTTP request, in the shape of its API; of a stream, its events.
 
-    `event` and `end` are those of the OpenAI API; other APIs may replace them.
+    `event` and `end` follow the OpenAI API; other APIs may replace them.
     """
 
     def __init__(
