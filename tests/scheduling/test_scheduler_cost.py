@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections import deque
 from types import FrameType
@@ -14,7 +15,8 @@ from ..rigs.scheduler_rig import Rig
 
 def costs_of(rig: Rig, steps: int) -> list[int]:
     """Calls that the plans of the next steps make, of Python and of C, which do not depend on the
-    machine."""
+    machine. Without the garbage collector: its callbacks and the finalizers of what other tests
+    left would be counted too."""
     costs: list[int] = []
     plan = rig.scheduler.plan
 
@@ -24,11 +26,13 @@ def costs_of(rig: Rig, steps: int) -> list[int]:
     def counted() -> StepPlan:
         costs.append(0)
         before = sys.getprofile()
+        gc.disable()
         sys.setprofile(profile)
         try:
             return plan()
         finally:
             sys.setprofile(before)
+            gc.enable()
 
     rig.scheduler.plan = counted  # type: ignore[method-assign]
     for _ in range(steps):
