@@ -52,6 +52,11 @@ class AsyncStream:
         """Tokens of the prompt; 0 before it is accepted."""
         return self._handle.num_prompt_tokens
 
+    @property
+    def record(self) -> RequestRecord:
+        """The request and its times, as if it ended now."""
+        return RequestRecord.of(self._handle, time.perf_counter_ns())
+
     async def accepted(self) -> None:
         """Wait until the request is queued, or ended.
 

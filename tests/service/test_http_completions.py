@@ -87,6 +87,24 @@ async def test_usage_of_streams() -> None:
 
 
 @in_event_loop
+async def test_the_usage_has_the_times_of_each_completion_when_asked() -> None:
+    async with service() as rig:
+        asked = {**BODY, "n": 2, "return_timings": True}
+        whole = (await rig.post(asked)).json()["usage"]["timings"]
+        *events, last = await rig.events(asked)
+        assert "timings" not in (await rig.post(BODY)).json()["usage"]
+    for timings in (whole, last["usage"]["timings"]):
+        assert [len(each["inter_token_ms"]) for each in timings] == [5, 5]
+        for each in timings:
+            assert min(each["inter_token_ms"]) <= each["inter_token_p50_ms"]
+            assert each["inter_token_p99_ms"] is None
+            assert each["queue_ms"] >= 0
+            assert each["prefill_ms"] > 0
+            assert each["accepted_drafts"] == each["inter_token_ms"].count(0)
+    assert all(event["usage"] is None for event in events)
+
+
+@in_event_loop
 async def test_parameters_reach_the_engine() -> None:
     """Each field of a request against the same field of `SamplingParams`."""
     fields: dict[str, Any] = {
@@ -329,8 +347,11 @@ async def test_api_keys() -> None:
                 assert response.json()["error"]["code"] == "invalid_api_key"
         for key in ("first", "zweiter-ß", "voilà"):
             header = f"Bearer {key}".encode()
-            response = await rig.post(body, path, headers={b"authorization": header})
-            assert response.status_code == 200
+            for name in (b"authorization", b"x-api-key"):
+                value = header if name == b"authorization" else key.encode()
+                response = await rig.post(body, path, headers={name: value})
+                assert response.status_code == 200
+        assert (await rig.post(body, path, headers={"x-api-key": "firs"})).status_code == 401
         for probe in ("/health", "/ready"):
             assert (await rig.http.get(probe)).status_code == 200
 

@@ -7,13 +7,13 @@ import hashlib
 import hmac
 import inspect
 import sys
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import compile_path
 from starlette.types import ASGIApp
 
 from ...bounded_repr import bounded_repr, bounded_text
@@ -23,8 +23,8 @@ from ...prompt_ids import too_long
 from ...sampling_params import MAX_TOKEN_ID
 from ..async_engine import AsyncEngine
 from ..health import Health
-from . import generation
-from .exchange import BodyLimits, Endpoint, ErrorBody, Exchange, HttpError, invalid
+from . import chat, completions
+from .exchange import BodyLimits, Endpoint, Exchange, HttpError, invalid
 from .generation import Operation, Service
 from .output_parsers import make_output_parser
 from .requests import DetokenizeRequest, TokenizeRequest, UnknownFields, chat_prompt
@@ -36,10 +36,8 @@ if TYPE_CHECKING:  # it needs prometheus-client
 OPEN_PATHS = frozenset({"/health", "/ready"})
 """Paths that need no API key: load balancers have none."""
 
-MODEL_PATH = "/v1/models/{name}"
 _SCHEMAS = "#/components/schemas/{name}"
 _Json = dict[str, Any]
-Handler = Callable[[Exchange], Awaitable[None]]
 _TEXT: _Json = {"text/plain": {}, "application/openmetrics-text": {}}
 
 
@@ -82,7 +80,7 @@ async def models(service: Service, exchange: Exchange) -> None:
 
 async def model(service: Service, exchange: Exchange) -> None:
     """Respond with one model."""
-    name = service.model_name(exchange.path.removeprefix("/v1/models/"))
+    name = service.model_name(exchange.parameters["name"])
     await exchange.respond(Model(name, service.created, service.engine.max_model_len))
 
 
@@ -183,16 +181,20 @@ def _tokenizer(service: Service, field: str) -> TextTokenizer:
 
 OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("GET", "/v1/models"): Operation(models, Models),
-    ("GET", MODEL_PATH): Operation(model, Model),
+    ("GET", "/v1/models/{name:path}"): Operation(model, Model),
     ("GET", "/health"): Operation(health, Health, statuses=(200, 503)),
     ("GET", "/ready"): Operation(ready, Health, statuses=(200, 503)),
     ("GET", "/metrics"): Operation(metrics, None),
     ("GET", "/version"): Operation(version, Version),
-    **generation.OPERATIONS,
+    **completions.OPERATIONS,
+    **chat.OPERATIONS,
     ("POST", "/tokenize"): Operation(tokenize, Tokens, body=TokenizeRequest),
     ("POST", "/detokenize"): Operation(detokenize, Text, body=DetokenizeRequest),
 }
-"""The endpoints by method and path; an API in a module of its own adds the `OPERATIONS` there."""
+"""The endpoints by method and path, as Starlette writes paths with parameters.
+
+An API in a module of its own adds the `OPERATIONS` there.
+"""
 
 
 def app(
@@ -237,30 +239,46 @@ def app(
     document = openapi_document(needs_key=bool(api_keys))
     digests = [hashlib.sha256(key.encode()).digest() for key in api_keys]
 
-    async def describe(exchange: Exchange) -> None:
+    async def describe(service: Service, exchange: Exchange) -> None:
         mounted_at = exchange.scope.get("root_path") or "/"
         await exchange.respond({**document, "servers": [{"url": mounted_at}]})
 
-    handlers: dict[str, dict[str, Handler]] = {"/openapi.json": {"GET": describe}}
-    for (method, path), operation in OPERATIONS.items():
-        handlers.setdefault(path, {})[method] = partial(operation.handler, service)
+    operations = {("GET", "/openapi.json"): Operation(describe, None), **OPERATIONS}
+    paths: dict[str, dict[str, Operation]] = {}
+    for (method, path), operation in operations.items():
+        paths.setdefault(path, {})[method] = operation
+    patterns = {compile_path(path)[0]: methods for path, methods in paths.items() if "{" in path}
+
+    def methods_of(exchange: Exchange) -> dict[str, Operation]:
+        """Return the operations of a path by method, and note its parameters."""
+        if (methods := paths.get(exchange.path)) is not None:
+            return methods
+        for pattern, methods in patterns.items():
+            if found := pattern.match(exchange.path):
+                exchange.parameters = found.groupdict()
+                return methods
+        return {}
 
     async def serve(exchange: Exchange) -> None:
         path, method = exchange.path, exchange.scope["method"]
+        methods = methods_of(exchange)
+        operation = methods.get("GET" if method == "HEAD" else method)
+        for each in (operation, *methods.values()):
+            if each is not None:
+                exchange.dialect = each.dialect
+                break
         if digests and path not in OPEN_PATHS:
             _check_key(exchange, digests)
-        methods = handlers.get(MODEL_PATH if path.startswith("/v1/models/") else path)
-        if methods is None:
+        if not methods:
             raise HttpError(404, f"{bounded_text(path)} is not an endpoint", kind="not_found_error")
-        handler = methods.get("GET" if method == "HEAD" else method)
-        if handler is None:
+        if operation is None:
             allowed = ", ".join(methods)
             raise HttpError(
                 405,
                 f"{path} does not accept {method}: use {allowed}",
                 headers=((b"allow", allowed.encode()),),
             )
-        await handler(exchange)
+        await operation.handler(service, exchange)
 
     served: ASGIApp = Endpoint(serve, BodyLimits(max_body_bytes))
     if not allow_origins:
@@ -276,13 +294,15 @@ def app(
 
 def _check_key(exchange: Exchange, digests: Sequence[bytes]) -> None:
     """Refuse a request without a valid API key, in a time that does not depend on the keys."""
-    scheme, _, key = (exchange.header(b"authorization") or "").partition(" ")
+    scheme, key = "bearer", exchange.header(b"x-api-key")
+    if key is None:
+        scheme, _, key = (exchange.header(b"authorization") or "").partition(" ")
     digest = hashlib.sha256(key.strip(" \t").encode("latin-1")).digest()
     matches = [hmac.compare_digest(digest, known) for known in digests]
     if scheme.lower() != "bearer" or not any(matches):
         raise HttpError(
             401,
-            "the API key is missing or wrong: send it as Authorization: Bearer KEY",
+            "the API key is missing or wrong: send Authorization: Bearer KEY or x-api-key: KEY",
             kind="authentication_error",
             code="invalid_api_key",
             headers=((b"www-authenticate", b"Bearer"),),
@@ -291,9 +311,10 @@ def _check_key(exchange: Exchange, digests: Sequence[bytes]) -> None:
 
 def openapi_document(*, needs_key: bool) -> _Json:
     """Return the OpenAPI document of `OPERATIONS`; `needs_key` excepts `OPEN_PATHS`."""
-    kinds: set[type] = {ErrorBody}
+    kinds: set[type] = set()
     for operation in OPERATIONS.values():
-        named = (operation.body, operation.response, operation.event)
+        error = operation.dialect.error_body
+        named = (operation.body, operation.response, operation.event, error)
         kinds.update(kind for kind in named if kind is not None)
     _, schemas = msgspec.json.schema_components(
         sorted(kinds, key=lambda kind: kind.__name__), ref_template=_SCHEMAS
@@ -301,12 +322,13 @@ def openapi_document(*, needs_key: bool) -> _Json:
     paths: dict[str, _Json] = {}
     for (method, path), operation in OPERATIONS.items():
         made = _operation(operation)
-        if path == MODEL_PATH:
-            schema = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
-            made["parameters"] = [schema]
+        _, shown, parameters = compile_path(path)
+        if parameters:
+            text = {"in": "path", "required": True, "schema": {"type": "string"}}
+            made["parameters"] = [{"name": name, **text} for name in parameters]
         if needs_key and path not in OPEN_PATHS:
             made["security"] = [{"key": []}]
-        paths.setdefault(path, {})[method.lower()] = made
+        paths.setdefault(shown, {})[method.lower()] = made
     components: _Json = {"schemas": schemas}
     if needs_key:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
@@ -327,12 +349,16 @@ def _operation(operation: Operation) -> _Json:
             "contentSchema": _ref(operation.event),
         }
         event = {"type": "object", "properties": {"data": data}, "required": ["data"]}
-        content = {**content, "text/event-stream": {"schema": event}}
+        kind = operation.dialect.stream_type.decode().partition(";")[0]
+        content = {**content, kind: {"schema": event}}
     responses: _Json = {
         str(status): {"description": HTTPStatus(status).phrase, "content": content}
         for status in operation.statuses
     }
-    responses["default"] = {"description": "Error", "content": _content(ErrorBody)}
+    responses["default"] = {
+        "description": "Error",
+        "content": _content(operation.dialect.error_body),
+    }
     made: _Json = {
         "operationId": operation.handler.__name__,
         "summary": inspect.getdoc(operation.handler),

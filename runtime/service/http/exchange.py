@@ -73,7 +73,26 @@ class HttpError(Exception):
         self.headers = headers
         message = bounded_text(message, MAX_MESSAGE_CHARS)
         message = message.encode(errors="backslashreplace").decode()  # it may quote a surrogate
-        self.body = ErrorBody(ErrorDetails(message, kind, param, code))
+        self.details = ErrorDetails(message, kind, param, code)
+
+
+class Dialect:
+    """How an API writes errors and streams. This is OpenAI's; others derive from it."""
+
+    error_body: type[msgspec.Struct] = ErrorBody
+    """The type of what `error` returns."""
+    stream_type = b"text/event-stream; charset=utf-8"
+
+    def error(self, error: HttpError, request_id: str) -> msgspec.Struct:
+        """Return the body of an error response."""
+        return ErrorBody(error.details)
+
+    def error_event(self, error: HttpError, request_id: str) -> bytes:
+        """Return an error that ends a stream, encoded."""
+        return event(self.error(error, request_id))
+
+
+OPENAI = Dialect()
 
 
 def invalid(param: str, message: str) -> HttpError:
@@ -141,8 +160,7 @@ encode: Callable[[object], bytes] = _ENCODER.encode
 
 _JSON = (b"content-type", b"application/json")
 _CLOSE = (b"connection", b"close")
-EVENT_HEADERS: Headers = (
-    (b"content-type", b"text/event-stream; charset=utf-8"),
+_STREAM_HEADERS: Headers = (
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx would hold the tokens back
 )
@@ -183,6 +201,9 @@ class Exchange:
         self._limits = limits
         self.started = False
         """Whether the response has begun."""
+        self.dialect = OPENAI
+        self.parameters: dict[str, str] = {}
+        """Of the path, by their names in the path of the operation."""
         self.param_of: Callable[[RequestError], str | None] = lambda error: error.field
         """Returns the field of the body that an error of the engine is about."""
         self._notes: dict[str, object] = {}
@@ -267,11 +288,17 @@ class Exchange:
     async def respond_error(self, error: HttpError) -> None:
         """Send an error: as the response, or as the last event of one that has begun."""
         self._notes.setdefault("request_id", self.request_id)
-        self.note(error=error.body.error.message)
+        self.note(error=error.details.message)
         if self.started:
-            await self.send_events(event(error.body), last=True)
+            encoded = self.dialect.error_event(error, self.request_id)
+            await self.send_events(encoded, last=True)
         else:
-            await self.respond(error.body, status=error.status, headers=error.headers)
+            body = self.dialect.error(error, self.request_id)
+            await self.respond(body, status=error.status, headers=error.headers)
+
+    async def start_stream(self) -> None:
+        """Send the head of a stream; `send_events` sends its events."""
+        await self.start(200, ((b"content-type", self.dialect.stream_type), *_STREAM_HEADERS))
 
     def send_events(self, events: bytes, *, last: bool = False) -> Awaitable[None]:
         """Send encoded events; waits while the client reads too slowly."""

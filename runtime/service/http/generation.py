@@ -1,4 +1,4 @@
-"""The endpoints `/v1/completions` and `/v1/chat/completions`: whole responses, and streams."""
+"""Whole responses and streams, for the endpoints of all APIs."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import asyncio
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
@@ -17,33 +17,13 @@ from msgspec import UNSET
 from ...bounded_repr import bounded_repr
 from ...engine.request_builder import Prompt
 from ...engine.request_output import RequestOutput
-from ...loading.chat_template import ChatPrompt
 from ...sampling_params import SamplingParams
-from ...structured_output import StructuredOutput
 from ..async_engine import AsyncEngine
 from ..consumers import AsyncStream
 from ..request_handle import Delta
-from .chat_grammars import ReasonedOutput, spells_end_of_reasoning
-from .exchange import EVENT_HEADERS, Exchange, HttpError, encode, event
-from .output_parsers import OutputParser, ends_in_reasoning, make_output_parser
-from .requests import (
-    ChatRequest,
-    CompletionRequest,
-    SamplingRequest,
-    StreamOptions,
-    UnknownFields,
-    chat_prompt,
-)
-from .responses import (
-    Chat,
-    ChatChoice,
-    Completion,
-    CompletionChoice,
-    CompletionLogprobs,
-    OptionalUsage,
-    Usage,
-)
-from .token_text import ChoiceTokens, TokenTexts
+from .exchange import OPENAI, Dialect, Exchange, HttpError, encode, event
+from .requests import SamplingRequest, StreamOptions, UnknownFields
+from .responses import Chat, Completion, OptionalUsage, Timings, Usage
 
 if TYPE_CHECKING:  # it needs prometheus-client
     from ..metrics import EngineMetrics
@@ -90,43 +70,38 @@ class Operation:
     body: type[msgspec.Struct] | None = None
     event: type[msgspec.Struct] | None = None  # of each event, if the response can be a stream
     statuses: tuple[int, ...] = (200,)  # of a response; every other one is an error
+    dialect: Dialect = OPENAI
 
 
 class Answer(ABC, Generic[R]):
-    """The response to one HTTP request, in the shape of its API; of a stream, its events.
+    """The response to one HTTP request, in the shape of its API; of a stream, its events."""
 
-    `event` and `end` follow the OpenAI API; other APIs may replace them.
-    """
-
-    def __init__(
-        self, id: str, request: R, model: str, body: type[Completion] | type[Chat], kind: str
-    ) -> None:
-        """`id` begins its id; `kind` is the `object` of each `body`."""
+    def __init__(self, id: str, request: R, model: str) -> None:
+        """Take a request; `id` begins the id of the response, `model` is the name it reports."""
         self.id = f"{id}-{secrets.token_hex(12)}"
         self.request = request
-        self._body = body
-        self._kind = kind
-        self._created = int(time.time())
-        self._model = model
-        self._extras: dict[str, Any] = {}  # fields of the next body
+        self.model = model
+        self.created = int(time.time())
 
     @abstractmethod
     def choice(self, prompt: int, delta: Delta, output: RequestOutput) -> msgspec.Struct:
         """Return what a completion of a prompt gained; `output` is the newest."""
 
-    def body(self, choices: list[Any], usage: OptionalUsage) -> msgspec.Struct:
-        """Return the response or an event; one without choices only reports the usage."""
-        extras, self._extras = self._extras, {}
-        head = (self.id, self._created, self._model)
-        return self._body(*head, choices, usage, self._kind, **extras)
+    @abstractmethod
+    def body(self, choices: list[Any], usage: Usage) -> object:
+        """Return the whole response."""
 
-    def event(self, choice: msgspec.Struct, usage: OptionalUsage) -> bytes:
-        """Return the encoded event of a choice."""
-        return b"data: %b\n\n" % encode(self.body([choice], usage))  # as `event`, a call less
+    def begin(self) -> bytes:
+        """Return the encoded events before the first choice."""
+        return b""
 
-    def end(self, usage: OptionalUsage) -> bytes:
+    @abstractmethod
+    def event(self, choice: Any, usage: Callable[[], Usage]) -> bytes:
+        """Return the encoded events of a choice, empty if it has no news; `usage` counts so far."""
+
+    @abstractmethod
+    def end(self, usage: Usage) -> bytes:
         """Return the encoded events after the last choice."""
-        return DONE if usage is UNSET else event(self.body([], usage)) + DONE
 
 
 async def generate(
@@ -152,7 +127,7 @@ async def generate(
         if answer.request.stream:
             for stream in streams:
                 await stream.accepted()
-            await exchange.start(200, EVENT_HEADERS)
+            await exchange.start_stream()
             await _send_events(exchange, answer, streams)
             return
         outputs = await asyncio.gather(*[stream.finish() for stream in streams])
@@ -164,7 +139,8 @@ async def generate(
             for prompt, output in enumerate(outputs)
             for delta in await streams[prompt].next_deltas()
         ]
-        usage = _usage(exchange, streams, sum(len(delta.token_ids) for _, delta, _ in gained))
+        num_tokens = sum(len(delta.token_ids) for _, delta, _ in gained)
+        usage = _usage(exchange, streams, num_tokens, answer)
         await exchange.respond(answer.body([answer.choice(*each) for each in gained], usage))
 
 
@@ -172,7 +148,12 @@ async def _send_events(
     exchange: Exchange, answer: Answer[Any], streams: Sequence[AsyncStream]
 ) -> None:
     """Send the deltas of several streams as events of one response, up to its end."""
-    num_tokens, options = 0, answer.request.stream_options or StreamOptions()
+    num_tokens = 0
+    if begin := answer.begin():
+        await exchange.send_events(begin)
+
+    def usage() -> Usage:
+        return _usage(exchange, streams, num_tokens)
 
     async def send_deltas(number: int, stream: AsyncStream) -> None:
         """Send the events of one prompt: the deltas that are ready together, in one message."""
@@ -183,11 +164,9 @@ async def _send_events(
             events = []
             for delta in deltas:
                 num_tokens += len(delta.token_ids)
-                usage: OptionalUsage = None if options.include_usage else UNSET
-                if options.include_usage and options.continuous_usage_stats:
-                    usage = _usage(exchange, streams, num_tokens)
                 events.append(answer.event(answer.choice(number, delta, output), usage))
-            await exchange.send_events(b"".join(events))
+            if joined := b"".join(events):
+                await exchange.send_events(joined)
 
     # In tasks of their own: a wake-up would pass through the coroutines of all middleware.
     tasks = [asyncio.create_task(send_deltas(*numbered)) for numbered in enumerate(streams)]
@@ -197,233 +176,52 @@ async def _send_events(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        usage = _usage(exchange, streams, num_tokens)
-    await exchange.send_events(answer.end(usage if options.include_usage else UNSET), last=True)
+        counted = _usage(exchange, streams, num_tokens, answer)
+    await exchange.send_events(answer.end(counted), last=True)
 
 
-def _usage(exchange: Exchange, streams: Sequence[AsyncStream], num_tokens: int) -> Usage:
-    """Return the usage of a response so far, and note it for the access log."""
+def _usage(
+    exchange: Exchange,
+    streams: Sequence[AsyncStream],
+    num_tokens: int,
+    answer: Answer[Any] | None = None,
+) -> Usage:
+    """Return the usage so far, and note it for the access log; of an `answer`, also its times."""
     prompt_tokens = sum(stream.num_prompt_tokens for stream in streams)
     outputs = [stream.output for stream in streams]
     cached = sum(output.cached_tokens for output in outputs if output is not None)
     exchange.note(tokens_in=prompt_tokens, tokens_out=num_tokens)
-    return Usage.of(prompt_tokens, num_tokens, cached)
+    usage = Usage.of(prompt_tokens, num_tokens, cached)
+    if answer is not None and answer.request.return_timings:
+        usage.timings = [each for stream in streams for each in Timings.of(stream.record)]
+    return usage
 
 
-DEFAULT_MAX_TOKENS = 16
-"""As in the OpenAI API."""
-
-
-async def complete(service: Service, exchange: Exchange) -> None:
-    """Respond to a request for completions of texts or token ids."""
-    request = await exchange.read(CompletionRequest, service.fields.check)
-    model = service.model_name(request.model)
-    prompts = request.prompts(
-        max_prompts=service.engine.config.max_queued_requests,
-        max_model_len=service.engine.max_model_len,
-    )
-    max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
-    params = request.params(max_tokens, request.logprobs)
-    if request.echo and request.logprobs is not None and params.prompt_logprobs is None:
-        params = replace(params, prompt_logprobs=request.logprobs)
-    as_ids = bool(request.return_tokens_as_token_ids)
-    answer = _CompletionAnswer(request, model, TokenTexts(service.engine.tokenizer, as_ids=as_ids))
-    if request.echo and request.truncate_prompt_tokens is None:
-        answer.prompt_texts = await service.engine.run_in_pool(
-            lambda: [answer.text_of(prompt) for prompt in prompts]
-        )
-    await generate(exchange, service.engine, prompts, params, answer)
-
-
-class _CompletionAnswer(Answer[CompletionRequest]):
-    """The completions of a request. Choice `i * n + j` is completion j of prompt i."""
-
-    def __init__(self, request: CompletionRequest, model: str, texts: TokenTexts) -> None:
-        super().__init__("cmpl", request, model, Completion, "text_completion")
-        self.prompt_texts: Sequence[str] = ()
-        """Of each prompt, to begin its completions with; empty without `echo`, and if prompts are
-        truncated: their texts are the texts of the tokens that remain."""
-        self._texts = texts
-        self._num_chars: dict[int, int] = {}  # of the text of each choice that has begun
-        self._tokens: dict[int, ChoiceTokens] = {}  # of those with log-probabilities
-
-    def choice(self, prompt: int, delta: Delta, output: RequestOutput) -> CompletionChoice:
-        request = self.request
-        index = prompt * (request.n or 1) + delta.index
-        choice = CompletionChoice(index, delta.text, None, delta.finish_reason)
-        begins = index not in self._num_chars
-        echoed = None
-        if begins and request.echo:
-            texts = self.prompt_texts
-            echoed = texts[prompt] if texts else self.text_of(output.prompt_token_ids)
-        choice.text = (echoed or "") + choice.text
-        self._num_chars[index] = self._num_chars.get(index, 0) + len(choice.text)
-        if request.return_token_ids:
-            choice.token_ids = list(delta.token_ids)
-            choice.prompt_token_ids = output.prompt_token_ids if begins else UNSET
-        if request.prompt_logprobs is not None:
-            choice.prompt_logprobs = self._texts.prompt_logprobs(output.prompt_logprobs)
-        if request.logprobs is not None:
-            choice.logprobs = self._logprobs(index, echoed, delta, output)
-        return choice
-
-    def text_of(self, prompt: str | list[int]) -> str:
-        """Return the text of a prompt."""
-        tokenizer = self._texts.tokenizer
-        if isinstance(prompt, str):
-            return prompt
-        return "" if tokenizer is None else tokenizer.decode(prompt, skip_special_tokens=False)
-
-    def _logprobs(
-        self, index: int, echoed: str | None, delta: Delta, output: RequestOutput
-    ) -> CompletionLogprobs:
-        """Return the log-probabilities of a delta, before the first also of the echoed prompt."""
-        before = None
-        tokens = self._tokens.get(index)
-        if tokens is None:
-            skip = self.request.skip_special_tokens is not False
-            prompt_ids = output.prompt_token_ids
-            tokens = ChoiceTokens(self._texts, prompt_ids, skip_special_tokens=skip)
-            self._tokens[index] = tokens
-            if echoed is not None:
-                before = tokens.prompt(prompt_ids, output.prompt_logprobs, echoed)
-        end = None if delta.finish_reason is None else self._num_chars[index]
-        own = tokens.take(delta.token_ids, delta.logprobs, end)
-        return own if before is None else before.joined(own)
-
-
-PROMPT_END_TOKENS = 16
-"""Tokens at the end of a prompt that show whether it ends within reasoning."""
-
-
-async def chat(service: Service, exchange: Exchange) -> None:
-    """Respond to a conversation with the model's answers."""
-    await converse(service, exchange, await exchange.read(ChatRequest, service.fields.check))
-
-
-async def converse(service: Service, exchange: Exchange, request: ChatRequest) -> None:
-    """Send the answers to a conversation."""
-    model = service.model_name(request.model)
-    params = request.params(
-        request.num_tokens(service.engine.sampling_defaults.max_tokens),
-        request.num_logprobs(),
-        request.forced_call(service.tool_parser),
-    )
-    prompt = chat_prompt(request, request.offered_tools())
-    params = await _after_reasoning(service, request, prompt, params)
-    answer = _ChatAnswer(service, request, model, params)
-    if answer.is_parsed:
-        params = replace(params, skip_special_tokens=False)
-    await generate(exchange, service.engine, [prompt], params, answer)
-
-
-async def _after_reasoning(
-    service: Service, request: ChatRequest, prompt: ChatPrompt, params: SamplingParams
-) -> SamplingParams:
-    """Let the reasoning end first, if the prompt is in it and the grammar does not have its end."""
-    structured, tokenizer = params.structured, service.engine.tokenizer
-    if service.reasoning_parser is None or tokenizer is None or structured is None:
-        return params
-    assert isinstance(structured, StructuredOutput)
-    if spells_end_of_reasoning(structured):
-        return params
-    text = await service.engine.run_in_pool(lambda: tokenizer.render(prompt))
-    if not ends_in_reasoning(text, request.continued):
-        return params
-    return replace(params, structured=ReasonedOutput(content=structured))
-
-
-class _ChatAnswer(Answer[ChatRequest]):
-    """The answers to a conversation."""
+class OpenAIAnswer(Answer[R]):
+    """A response of OpenAI's completions or chat: a list of choices."""
 
     def __init__(
-        self, service: Service, request: ChatRequest, model: str, params: SamplingParams
+        self, id: str, request: R, model: str, body: type[Completion] | type[Chat], kind: str
     ) -> None:
-        """Take a request.
+        """Take a request; `kind` is the `object` of each `body`."""
+        super().__init__(id, request, model)
+        self._body = body
+        self._kind = kind
+        self._extras: dict[str, Any] = {}  # fields of the next body
+        options = request.stream_options or StreamOptions()
+        self._reports_usage = bool(options.include_usage or request.return_timings)
+        self._counts_on = bool(options.include_usage and options.continuous_usage_stats)
 
-        Parsers read all of the text, special tokens included, whatever `params` say of these.
-        """
-        kind = "chat.completion.chunk" if request.stream else "chat.completion"
-        super().__init__("chatcmpl", request, model, Chat, kind)
-        self._service = service
-        self._tokenizer = service.engine.tokenizer
-        as_ids = bool(request.return_tokens_as_token_ids)
-        self._texts = TokenTexts(self._tokenizer, as_ids=as_ids)
-        self._tools = request.offered_tools() if service.tool_parser else None
-        self.is_parsed = bool(service.reasoning_parser or self._tools)
-        """Whether parsers read the text."""
-        structured = params.structured
-        self._keeps_special = (  # what the grammar demands may have special tokens
-            self._tokenizer is not None
-            and isinstance(structured, StructuredOutput)
-            and self._tokenizer.spells_special(structured.source)
-        )
-        self._hides_special = (
-            self.is_parsed
-            and params.skip_special_tokens
-            # The reasoning before a grammar is not a part of it.
-            and (not self._keeps_special or isinstance(structured, ReasonedOutput))
-        )
-        self._outputs: dict[int, OutputParser] = {}  # of each completion that has begun
+    def body(self, choices: list[Any], usage: OptionalUsage) -> msgspec.Struct:
+        extras, self._extras = self._extras, {}
+        head = (self.id, self.created, self.model)
+        return self._body(*head, choices, usage, self._kind, **extras)
 
-    def choice(self, prompt: int, delta: Delta, output: RequestOutput) -> ChatChoice:
-        request, begins = self.request, delta.index not in self._outputs
-        parser = self._output(delta, output)
-        message = parser.message(delta.text, last=delta.finish_reason is not None)
-        if begins:
-            message.role = "assistant"
-            if request.return_token_ids:
-                self._extras["prompt_token_ids"] = output.prompt_token_ids
-            if request.prompt_logprobs is not None:
-                found = self._texts.prompt_logprobs(output.prompt_logprobs)
-                self._extras["prompt_logprobs"] = found
-        choice = ChatChoice(delta.index)
-        if request.stream:
-            choice.delta = message
-        else:
-            choice.message = message
-            for call in message.tool_calls or ():
-                call.index = UNSET  # which streams have
-            if message.content is UNSET:
-                message.content = None if message.tool_calls else ""
-        if request.logprobs:
-            choice.logprobs = self._texts.chat_logprobs(delta.logprobs)
-        choice.finish_reason = parser.finish_reason(delta.finish_reason)
-        if request.return_token_ids:
-            choice.token_ids = list(delta.token_ids)
-        return choice
+    def event(self, choice: Any, usage: Callable[[], Usage]) -> bytes:
+        counted: OptionalUsage = None if self._reports_usage else UNSET
+        if self._counts_on:
+            counted = usage()
+        return b"data: %b\n\n" % encode(self.body([choice], counted))  # as `event`, a call less
 
-    def _output(self, delta: Delta, output: RequestOutput) -> OutputParser:
-        """Return the parser of a completion, which may begin now, for what it gains."""
-        parser, tokenizer = self._outputs.get(delta.index), self._tokenizer
-        if parser is None:
-            in_reasoning, reasoning = False, self._service.reasoning_parser
-            continued = self.request.continued
-            if self.is_parsed and tokenizer is not None:
-                # Each token has a byte or more.
-                num_tokens = PROMPT_END_TOKENS + len(continued.encode())
-                end = output.prompt_token_ids[-num_tokens:]
-                text = tokenizer.decode(end, skip_special_tokens=False)
-                in_reasoning = ends_in_reasoning(text, continued)
-            if continued.strip() and not in_reasoning:
-                reasoning = None  # the answer has begun
-            parser = self._outputs[delta.index] = make_output_parser(
-                self._service.tool_parser,
-                reasoning,
-                tools=self._tools,
-                in_reasoning=in_reasoning,
-                keeps_special=self._keeps_special,
-                one_call=self.request.parallel_tool_calls is False,
-            )
-        if self._hides_special and tokenizer is not None:
-            special = tokenizer.special_ids.intersection(delta.token_ids)
-            parser.hide(map(TokenTexts(tokenizer).text, special))
-        return parser
-
-
-OPERATIONS: Mapping[tuple[str, str], Operation] = {
-    ("POST", "/v1/completions"): Operation(
-        complete, Completion, body=CompletionRequest, event=Completion
-    ),
-    ("POST", "/v1/chat/completions"): Operation(chat, Chat, body=ChatRequest, event=Chat),
-}
+    def end(self, usage: Usage) -> bytes:
+        return event(self.body([], usage)) + DONE if self._reports_usage else DONE

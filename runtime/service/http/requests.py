@@ -147,6 +147,7 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
     """The tenant, for fairness."""
     cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
     return_token_ids: bool | None = None
+    return_timings: bool | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: dict[str, Any] | None = None
     """One of `json`, `regex`, `choice`, `grammar` and `json_object`, as in vLLM."""

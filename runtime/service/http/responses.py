@@ -8,11 +8,53 @@ import msgspec
 from msgspec import UNSET, UnsetType
 from msgspec.structs import astuple
 
+from ....profiling.stats import RequestTiming, Summary
+from ..request_handle import RequestRecord
+
 
 class PromptDetails(msgspec.Struct):
     """Tokens of the prompts that were in the prefix cache."""
 
     cached_tokens: int
+
+
+class Timings(msgspec.Struct):
+    """Times of a completion, in milliseconds."""
+
+    queue_ms: float
+    """From its arrival until the engine took it."""
+    prefill_ms: float
+    """From then to the first token."""
+    inter_token_ms: list[float]
+    """Before each token after the first; 0 for an accepted draft, which comes with another."""
+    inter_token_p50_ms: float | None
+    """None without a second token."""
+    inter_token_p99_ms: float | None
+    """None for fewer than 100 gaps."""
+    accepted_drafts: int
+
+    @classmethod
+    def of(cls, record: RequestRecord) -> list[Timings]:
+        """Return the times of the completions of a request that have a token."""
+        started = record.started_ns
+        if started is None:
+            return []
+        queue_ms = (started - record.submitted_ns) / 1e6
+        found = []
+        for times in filter(None, record.token_ns):
+            gaps = RequestTiming(started, times).itl_ms
+            summary = Summary.of(gaps) if gaps else None
+            found.append(
+                cls(
+                    queue_ms,
+                    (times[0] - started) / 1e6,
+                    [round(gap, 3) for gap in gaps],
+                    None if summary is None else summary.p50,
+                    None if summary is None else summary.p99,
+                    len(times) - len({*times}),
+                )
+            )
+        return found
 
 
 class Usage(msgspec.Struct):
@@ -22,6 +64,8 @@ class Usage(msgspec.Struct):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
+    timings: list[Timings] | UnsetType = UNSET
+    """Of each completion, with `return_timings`."""
 
     @classmethod
     def of(cls, prompt: int, completion: int, cached: int) -> Usage:
@@ -147,6 +191,15 @@ class ChatChoice(msgspec.Struct):
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     token_ids: list[int] | UnsetType = UNSET
+
+    @property
+    def has_news(self) -> bool:
+        """Whether it has anything to say as an event: a parser may withhold the text."""
+        parts = (self.finish_reason, self.logprobs, self.token_ids)
+        return any(parts) or self.delta != _NO_NEWS
+
+
+_NO_NEWS = ChatMessage()
 
 
 class Chat(msgspec.Struct):
