@@ -18,6 +18,7 @@ MAX_TOKENS_LIMIT = 1 << 20
 MAX_TOKEN_ID = (1 << 31) - 1
 MAX_LOGIT_BIAS_ENTRIES = 300
 MAX_LOGPROBS = 20
+MAX_COMPLETIONS = 128
 MAX_TRUNCATED_TOKENS = 1 << 18
 DEFAULT_MAX_TOKENS = 64
 
@@ -90,7 +91,7 @@ class SamplingParams:
         top_k: draw from the k most probable tokens; 0 is off, and so is -1, which is stored as 0.
             Neutral: 0.
         top_p: draw from the most probable tokens that together reach this probability. Neutral: 1,
-            which is off.
+            which is off; 0 is stored as `top_k` 1.
         min_p: draw from tokens at least this fraction as probable as the best one. Neutral: 0,
             which is off.
         repetition_penalty: divides positive and multiplies negative logits of tokens that occurred
@@ -103,7 +104,8 @@ class SamplingParams:
             word or within: the last token of one cannot be drawn after the others. Needs token
             masks too.
         logit_bias: added to the logits of these token ids.
-        seed: seed of the random draws; `None`: the engine chooses one.
+        seed: seed of the random draws; `None`: the engine chooses one, and so does -1, which is
+            stored as None.
         n: number of completions of the prompt.
         stop: a string, or several, that end the output.
         stop_token_ids: token ids that end the output, in addition to the model's.
@@ -138,7 +140,7 @@ class SamplingParams:
     min_tokens: NumTokens = 0
     temperature: Annotated[float, Range(0, 100)] | None = None
     top_k: Annotated[int, Range(-1, MAX_TOKEN_ID)] | None = None
-    top_p: Annotated[float, Range(0, 1, above=True)] | None = None
+    top_p: Annotated[float, Range(0, 1)] | None = None
     min_p: Annotated[float, Range(0, 1)] | None = None
     repetition_penalty: Annotated[float, Range(0, 10, above=True)] | None = None
     presence_penalty: Annotated[float, Range(-2, 2)] = 0.0
@@ -148,8 +150,8 @@ class SamplingParams:
     logit_bias: Annotated[
         Mapping[TokenId, Annotated[float, Range(-100, 100)]], Range(0, MAX_LOGIT_BIAS_ENTRIES)
     ] = LogitBias({})
-    seed: Annotated[int, Range(0, (1 << 63) - 1)] | None = None
-    n: Annotated[int, Range(1, 128)] = 1
+    seed: Annotated[int, Range(-1, (1 << 63) - 1)] | None = None
+    n: Annotated[int, Range(1, MAX_COMPLETIONS)] = 1
     stop: Annotated[Sequence[Annotated[str, Range(1, 1024)]], Range(0, 16)] = ()
     stop_token_ids: Annotated[Sequence[TokenId], Range(0, 16)] = ()
     include_stop_str_in_output: bool = False
@@ -169,6 +171,11 @@ class SamplingParams:
         object.__setattr__(self, "logit_bias", LogitBias(self.logit_bias))
         if self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
+        if self.top_p == 0:
+            object.__setattr__(self, "top_k", 1)
+            object.__setattr__(self, "top_p", 1.0)
+        if self.seed == -1:
+            object.__setattr__(self, "seed", None)
         if self.max_tokens is not None:
             check_integer("min_tokens", self.min_tokens, 0, self.max_tokens, " (max_tokens)")
         if self.truncate_prompt_tokens == 0:

@@ -152,6 +152,7 @@ ACCEPTED = {
     "model": st.sampled_from([None, "stepgraph"]),
     "min_tokens": st.integers(0, 2),
     "best_of": st.none(),
+    "suffix": st.sampled_from([None, ""]),
     "chat_template": st.none(),
     "response_format": st.just({"type": "text"}),
     "structured_outputs": st.none(),
@@ -292,6 +293,7 @@ NEEDS: dict[str, dict[str, Any]] = {
     "min_tokens": {"max_tokens": 1 << 20},
     "top_logprobs": {"logprobs": True},
     "n": {"best_of": None},
+    "best_of": {"n": 1, "stream": None},
 }
 """Other fields without which a field is refused."""
 NEED_MORE = frozenset(

@@ -6,12 +6,14 @@ Completions, conversations, tokens, log-probabilities; every field has an effect
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from stepgraph.runtime import AsyncEngine, ChatPrompt, SamplingParams, ServiceConfig
+from stepgraph.runtime import AsyncEngine, ChatPrompt, Engine, SamplingParams, ServiceConfig
 from stepgraph.runtime.service.http.output_parsers import make_output_parser
+from tokenizers import Tokenizer
 
 from ..rigs.http_rig import CHAT, COMPLETIONS, Rig, demo_with_template, quick_config, service
 from ..rigs.service_rig import in_event_loop, wait_until
@@ -305,6 +307,63 @@ def test_fields_leave_one_tool_call() -> None:
         assert output.finish_reason("stop") == "tool_calls"
 
 
+@in_event_loop
+async def test_best_of_returns_the_completions_with_the_largest_mean_log_probability(
+    rig: Rig,
+) -> None:
+    body = {"prompt": [PROMPT, "import"], "max_tokens": 6, "seed": 5, "ignore_eos": True}
+    every = (await rig.post({**body, "n": 5, "logprobs": 0})).json()["choices"]
+    best = (await rig.post({**body, "n": 2, "best_of": 5})).json()
+    expected = []
+    for own in (every[:5], every[5:]):
+        own.sort(key=lambda choice: -sum(choice["logprobs"]["token_logprobs"]))
+        expected += [choice["text"] for choice in own[:2]]
+    assert [choice["text"] for choice in best["choices"]] == expected
+    assert [choice["index"] for choice in best["choices"]] == [0, 1, 2, 3]
+    assert all(choice["logprobs"] is None for choice in best["choices"])
+    assert best["usage"]["completion_tokens"] == 60
+    assert (await error(rig, n=3, best_of=2))["param"] == "best_of"
+    assert (await error(rig, best_of=2, stream=True))["param"] == "best_of"
+
+
+@in_event_loop
+async def test_top_p_0_takes_the_most_probable_tokens_and_seed_minus_1_is_random(rig: Rig) -> None:
+    greedy = await choice(rig, **GREEDY)
+    sampled = {**GREEDY, "temperature": 1.0}
+    assert (await choice(rig, **sampled, top_p=0))["text"] == greedy["text"]
+    texts = {(await choice(rig, **sampled, seed=-1))["text"] for _ in range(4)}
+    assert len(texts) > 1
+
+
+@in_event_loop
+async def test_the_middle_is_filled_between_prompt_and_suffix(
+    rig: Rig, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """In the text of a tokenizer with the special tokens; others refuse the suffix."""
+    folder = demo_with_template(tmp_path_factory.mktemp("middle"), TEMPLATE)
+    file = folder / "tokenizer.json"
+    source = json.loads(file.read_text())
+    vocabulary, tokens = source["model"]["vocab"], ("prefix", "suffix", "middle")
+    del source["model"]["merges"][-len(tokens) :]
+    merged = sorted(vocabulary, key=vocabulary.__getitem__)[-len(tokens) :]
+    for token, name in zip(merged, tokens, strict=True):
+        token_id = vocabulary[f"<fim_{name}>"] = vocabulary.pop(token)
+        added = {**source["added_tokens"][0], "id": token_id, "content": f"<fim_{name}>"}
+        source["added_tokens"].append(added)
+    file.unlink()
+    file.write_text(json.dumps(source))
+    asked = {"prompt": "def f(", "suffix": "\n    return x", **SHORT, "return_token_ids": True}
+    prompt = "<fim_prefix>def f(<fim_suffix>\n    return x<fim_middle>"
+    async with service(
+        lambda: Engine.from_pretrained(folder, quick_config(LONGEST), progress=False)
+    ) as filling:
+        found = await choice(filling, **asked)
+        assert found["prompt_token_ids"] == Tokenizer.from_file(str(file)).encode(prompt).ids
+        for more in ({"echo": True}, {"truncate_prompt_tokens": 4}, {"prompt": [1, 2]}):
+            assert (await error(filling, **{**asked, **more}))["param"] == "suffix"
+    assert "fills in the middle" in (await error(rig, **asked))["message"]
+
+
 REFUSED: dict[str, Any] = {
     **dict.fromkeys(("regex", "ebnf", "grammar", "lora_path"), "a"),
     **{
@@ -312,7 +371,7 @@ REFUSED: dict[str, Any] = {
         "guided_json": {"type": "object"},
         "web_search_options": {},
     },
-    **{"n_predict": 2, "repeat_penalty": 1.1, "mirostat": 2, "typical_p": 0.5, "best_of": 3},
+    **{"n_predict": 2, "repeat_penalty": 1.1, "mirostat": 2, "typical_p": 0.5},
     **{"dry_multiplier": 0.8, "xtc_probability": 0.5, "use_beam_search": True},
     **{"length_penalty": 2.0, "modalities": ["text", "audio"], "include_reasoning": False},
     "tools": [{"type": "function", "function": {"name": "f"}}],

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from statistics import fmean
 
+import msgspec
 from msgspec import UNSET
 
 from ...engine.request_output import RequestOutput
+from ...loading.fill_in_middle import middle_ends, middle_prompt
 from ..request_handle import Delta
-from .exchange import Exchange
+from .exchange import Exchange, invalid
 from .generation import OpenAIAnswer, Operation, Service, generate
 from .requests import CompletionRequest
-from .responses import Completion, CompletionChoice, CompletionLogprobs
+from .responses import Completion, CompletionChoice, CompletionLogprobs, OptionalUsage
 from .token_text import ChoiceTokens, TokenTexts
 
 DEFAULT_MAX_TOKENS = 16
@@ -29,10 +33,18 @@ async def complete(service: Service, exchange: Exchange) -> None:
     )
     max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
     params = request.params(max_tokens, request.logprobs)
+    tokenizer = service.engine.tokenizer
+    if request.suffix:
+        request.check_middle()
+        if tokenizer is None or not isinstance(prompts[0], str):
+            raise invalid("suffix", "suffix needs a prompt of text, and a model with a tokenizer")
+        prompts = [middle_prompt(tokenizer, str(text), request.suffix) for text in prompts]
+        ends = {*params.stop_token_ids, *middle_ends(tokenizer)}
+        params = replace(params, stop_token_ids=tuple(ends))
     if request.echo and request.logprobs is not None and params.prompt_logprobs is None:
         params = replace(params, prompt_logprobs=request.logprobs)
     as_ids = bool(request.return_tokens_as_token_ids)
-    answer = _CompletionAnswer(request, model, TokenTexts(service.engine.tokenizer, as_ids=as_ids))
+    answer = _CompletionAnswer(request, model, TokenTexts(tokenizer, as_ids=as_ids))
     if request.echo and request.truncate_prompt_tokens is None:
         answer.prompt_texts = await service.engine.run_in_pool(
             lambda: [answer.text_of(prompt) for prompt in prompts]
@@ -41,7 +53,10 @@ async def complete(service: Service, exchange: Exchange) -> None:
 
 
 class _CompletionAnswer(OpenAIAnswer[CompletionRequest]):
-    """The completions of a request. Choice `i * n + j` is completion j of prompt i."""
+    """The completions of a request. Choice `i * n + j` is completion j of prompt i.
+
+    With `best_of` more are decoded, and numbered in the same way until the best ones are chosen.
+    """
 
     def __init__(self, request: CompletionRequest, model: str, texts: TokenTexts) -> None:
         super().__init__("cmpl", request, model, Completion, "text_completion")
@@ -51,10 +66,13 @@ class _CompletionAnswer(OpenAIAnswer[CompletionRequest]):
         self._texts = texts
         self._num_chars: dict[int, int] = {}  # of the text of each choice that has begun
         self._tokens: dict[int, ChoiceTokens] = {}  # of those with log-probabilities
+        self._means: dict[int, float] = {}  # of the log-probabilities, to choose by
 
     def choice(self, prompt: int, delta: Delta, output: RequestOutput) -> CompletionChoice:
         request = self.request
-        index = prompt * (request.n or 1) + delta.index
+        index = prompt * request.num_decoded + delta.index
+        if request.best_of is not None and delta.logprobs:
+            self._means[index] = fmean(entry.logprob for entry in delta.logprobs)
         choice = CompletionChoice(index, delta.text, None, delta.finish_reason)
         begins = index not in self._num_chars
         echoed = None
@@ -71,6 +89,18 @@ class _CompletionAnswer(OpenAIAnswer[CompletionRequest]):
         if request.logprobs is not None:
             choice.logprobs = self._logprobs(index, echoed, delta, output)
         return choice
+
+    def body(self, choices: list[CompletionChoice], usage: OptionalUsage) -> msgspec.Struct:
+        decoded, returned = self.request.num_decoded, self.request.n or 1
+        if decoded > returned:
+            ranked = sorted(choices, key=lambda c: -self._means.get(c.index, -math.inf))
+            chosen: dict[int, list[CompletionChoice]] = {}
+            for choice in ranked:
+                chosen.setdefault(choice.index // decoded, []).append(choice)
+            choices = [c for prompt in sorted(chosen) for c in chosen[prompt][:returned]]
+            for index, choice in enumerate(choices):
+                choice.index = index
+        return super().body(choices, usage)
 
     def text_of(self, prompt: str | list[int]) -> str:
         """Return the text of a prompt."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Final, Literal, cast
 
 import msgspec
@@ -20,7 +21,13 @@ from ...engine.request_builder import MAX_SALT_CHARS
 from ...errors import GrammarError, RequestError
 from ...loading.chat_template import MAX_DEPTH, ChatPrompt
 from ...prompt_ids import too_long
-from ...sampling_params import MAX_LOGPROBS, MAX_TOKENS_LIMIT, MAX_TRUNCATED_TOKENS, SamplingParams
+from ...sampling_params import (
+    MAX_COMPLETIONS,
+    MAX_LOGPROBS,
+    MAX_TOKENS_LIMIT,
+    MAX_TRUNCATED_TOKENS,
+    SamplingParams,
+)
 from ...structured_output import StructuredOutput
 from ..request_handle import MAX_SECONDS, MAX_TENANT_CHARS, RequestOptions
 from .chat_grammars import errors_of, tool_call_grammar
@@ -125,7 +132,6 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
     logit_bias: Biases | None = None
     seed: Annotated[int, allowed("seed")] | None = None
     n: Annotated[int, allowed("n")] | None = None
-    best_of: int | None = None
     stop: StopString | Annotated[list[StopString], allowed("stop")] | None = None
     stop_token_ids: Annotated[list[TokenId], allowed("stop_token_ids")] | None = None
     include_stop_str_in_output: bool | None = None
@@ -158,8 +164,6 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
         """Return how tokens are chosen; `forced` is what another field demands of the output."""
         if self.prompt_logprobs is not None and self.stream:
             raise invalid("prompt_logprobs", "prompt_logprobs is not available with stream")
-        if self.best_of not in (None, 1, self.n or 1):
-            raise invalid("best_of", "best_of is not supported: give n")
         if self.stream_options is not None and not self.stream:
             raise invalid("stream_options", "stream_options needs stream")
         structured = self._structured(forced)
@@ -210,8 +214,38 @@ class CompletionRequest(SamplingRequest, kw_only=True):
     """The body of `/v1/completions`."""
 
     prompt: Prompts
+    suffix: str | None = None
+    """Text after the completion, for models that fill in the middle; empty: none."""
     logprobs: Annotated[int, allowed("logprobs")] | None = None
     echo: bool | None = None
+    best_of: Annotated[int, Meta(ge=1, le=MAX_COMPLETIONS)] | None = None
+    """Decode so many completions and return the `n` with the largest mean log-probability."""
+
+    @property
+    def num_decoded(self) -> int:
+        """Completions of each prompt that are decoded; the `n` best ones are returned."""
+        return self.best_of or self.n or 1
+
+    def params(
+        self, max_tokens: int, logprobs: int | None, forced: StructuredOutput | None = None
+    ) -> SamplingParams:
+        """See `SamplingRequest.params`."""
+        num_returned = self.n or 1
+        if self.num_decoded < num_returned:
+            raise invalid("best_of", f"best_of is {self.best_of}; allowed is n or more: {self.n}")
+        if self.num_decoded == num_returned:
+            return super().params(max_tokens, logprobs, forced)
+        if self.stream:
+            raise invalid("best_of", "best_of is not available with stream: give n")
+        params = super().params(max_tokens, logprobs or 0, forced)
+        return replace(params, n=self.num_decoded)
+
+    def check_middle(self) -> None:
+        """Refuse what contradicts a `suffix`."""
+        if not (self.suffix and (self.echo or self.truncate_prompt_tokens is not None)):
+            return
+        field = "echo" if self.echo else "truncate_prompt_tokens"
+        raise invalid("suffix", f"suffix is not available with {field}: leave one of them out")
 
     def prompts(self, *, max_prompts: int, max_model_len: int) -> list[str] | list[list[int]]:
         """Return the prompts, all of them texts or all of them token ids."""
@@ -459,7 +493,7 @@ def _named(names: str, *neutral: Any) -> dict[str, tuple[Any, ...]]:
 _REFUSED: Final[dict[str, tuple[Any, ...]]] = {
     # Of OpenAI, vLLM, SGLang, llama.cpp and others, grouped by their neutral values.
     **_named(
-        "suffix functions function_call reasoning guided_json guided_regex guided_choice"
+        "functions function_call reasoning guided_json guided_regex guided_choice"
         " guided_grammar guided_json_object guided_whitespace_pattern prompt_embeds"
         " logits_processors vllm_xargs kv_transfer_params ec_transfer_params use_beam_search"
         " early_stopping repetition_detection watermarking mm_processor_kwargs media_io_kwargs"
@@ -479,6 +513,7 @@ _REFUSED: Final[dict[str, tuple[Any, ...]]] = {
     **_named("separate_reasoning stream_reasoning do_sample", None, True),
     **_named("truncation_side", None, "left"),
     **_named("length_penalty repeat_penalty typical_p typ_p tfs_z n_cmpl num_beams", None, 1),
+    **_named("best_of", None, 1),
     **_named("thinking_token_budget max_new_tokens n_predict adaptive_target", None, -1),
     **_named("reasoning_budget", None, -1),
     **_named("top_n_sigma t_max_predict_ms", None, 0, -1),
@@ -548,7 +583,7 @@ class UnknownFields:
     def _check_field(self, name: str, raw: msgspec.Raw) -> None:
         neutral, instead = _REFUSED.get(name), _INSTEAD.get(name)
         if name in self._all:
-            neutral, instead = _EMPTY, "the other endpoint, which has it"
+            neutral, instead = neutral or _EMPTY, "the other endpoint, which has it"
         if neutral is not None:
             value = msgspec.json.decode(raw)
             # Unlike in Python, true is not 1.
