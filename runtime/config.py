@@ -202,6 +202,8 @@ class EngineConfig:
             checkpoint's `generation_config.json` (`temperature`, `top_k`, `top_p`, `min_p`,
             `repetition_penalty`, `max_new_tokens`; `do_sample: false` is temperature 0), as in vLLM
             and transformers; `none`: the neutral values of `SamplingParams`.
+        chat_template: a file with a Jinja template, which replaces the checkpoint's chat templates.
+            None: the checkpoint's.
         tie_word_embeddings: whether the output head is the embedding. True ignores the checkpoint's
             `lm_head.weight`, False uses it. None: as in `config.json`; a checkpoint whose
             `lm_head.weight` differs from its tied embedding is refused.
@@ -244,6 +246,7 @@ class EngineConfig:
     prompt_embeds: bool = False
     structured_output: bool | None = None
     generation_config: Literal["auto", "none"] = "auto"
+    chat_template: Annotated[str, Range(1, 4096)] | None = None
     tie_word_embeddings: bool | None = None
     seed: Annotated[int, Range(0, MAX_SEED)] = 0
 

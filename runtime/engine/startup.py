@@ -455,7 +455,7 @@ def open_replacement(
         found = dataclasses.replace(found, config=config_of_rank)
     check_replaceable(found.name, model, found.config, config)
     with ExitStack() as open_files:
-        opened = open_source(found, open_files)
+        opened = open_source(found, open_files, config.chat_template)
         if config.tie_word_embeddings is None:
             opened.check_head()
         yield opened
@@ -604,7 +604,7 @@ def start_parts(
         return plan_engine(found.config, resolved, kernels, groups, memory, found_drafter)
 
     with ExitStack() as open_files:
-        opened = open_source(found, open_files)
+        opened = open_source(found, open_files, config.chat_template)
         # What does not fit is refused before weights are read, and before kernels are built and
         # tested.
         expected = opened.kept_codes(planned_kernels(found.config, resolved), resolved.dtype)

@@ -1,7 +1,7 @@
 """Renders conversations to prompts with the chat template of the checkpoint.
 
-Templates are written in Jinja and come from the checkpoint only, never from a request. Rendering
-follows transformers' `apply_chat_template`.
+Templates are written in Jinja and come from the checkpoint or from `EngineConfig.chat_template`,
+never from a request. Rendering follows transformers' `apply_chat_template`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import datetime
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from ..errors import RequestError
+from ..errors import ConfigError, RequestError
 from ..prompt_ids import type_name
 
 if TYPE_CHECKING:
@@ -224,6 +225,20 @@ class ChatTemplates:
         self._compiled: dict[str, _Template] = {}
         self._sandbox: Environment | None = None
         self._lock = threading.Lock()
+
+    def replaced_by(self, path: str) -> ChatTemplates:
+        """Return a file's template in place of these; `ConfigError`, which names the line."""
+        try:
+            source = Path(path).read_text(encoding="utf-8")
+            templates = ChatTemplates({"default": source}, self._special_tokens)
+            templates._template("default")
+        except (OSError, ValueError, RequestError) as error:
+            line = getattr(error.__cause__, "lineno", None)  # of a syntax error
+            problem = error if line is None else f"line {line}: {error.__cause__}"
+            raise ConfigError(
+                f"chat_template {path} cannot be used: {problem}", field="chat_template"
+            ) from error
+        return templates
 
     def render(self, prompt: ChatPrompt) -> str:
         """Return the text of a conversation, each content in the form that the template reads.

@@ -518,10 +518,13 @@ def _open_reader(found: Source, open_files: ExitStack) -> CheckpointReader | Non
     return open_files.enter_context(CheckpointReader(found.directory))
 
 
-def open_source(found: Source, open_files: ExitStack) -> OpenedSource:
+def open_source(
+    found: Source, open_files: ExitStack, chat_template: str | None = None
+) -> OpenedSource:
     """Open the files of a model, which `open_files` closes, and check their headers.
 
-    Raises `CheckpointError` if a file is damaged, or contradicts the config.
+    Raises `CheckpointError` if a file is damaged, or contradicts the config; `ConfigError` if the
+    file `chat_template` cannot replace the model's templates.
     """
     reader = _open_reader(found, open_files)
     tokenizer, defaults = None, NEUTRAL
@@ -537,4 +540,11 @@ def open_source(found: Source, open_files: ExitStack) -> OpenedSource:
         else:
             tokenizer = load_tokenizer(found.directory, eos_token_ids=ends)
         defaults = read_sampling_defaults(found.directory)
+    if chat_template is not None:
+        if tokenizer is None:
+            raise ConfigError(
+                f"chat_template needs a tokenizer, and {found.place} has none: leave it out",
+                field="chat_template",
+            )
+        tokenizer = tokenizer.with_chat_template(chat_template)
     return OpenedSource(found.config, tokenizer, reader, found.place, defaults)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -277,6 +278,12 @@ class TextTokenizer:
     def render(self, prompt: ChatPrompt) -> str:
         """Return the text of a conversation; `RequestError` as `ChatTemplates.render`."""
         return self._templates.render(prompt)
+
+    def with_chat_template(self, path: str) -> TextTokenizer:
+        """Return this tokenizer with a file's template as its only one; raises `ConfigError`."""
+        changed = copy(self)
+        changed._templates = self._templates.replaced_by(path)
+        return changed
 
     def spelling(self, token_id: int) -> str:
         """Return a token as in the vocabulary, quoted, for messages."""

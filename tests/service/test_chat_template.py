@@ -7,12 +7,13 @@ import json
 import shutil
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import transformers
-from stepgraph.runtime import ChatPrompt, RequestError
+from stepgraph.runtime import ChatPrompt, ConfigError, Engine, RequestError
 from stepgraph.runtime.loading import chat_template as module
 from stepgraph.runtime.loading.chat_template import ChatTemplates
 from stepgraph.runtime.loading.tokenizer import TextTokenizer, load_tokenizer
@@ -20,6 +21,7 @@ from stepgraph.runtime.service.http.requests import template_messages
 from transformers import AutoTokenizer
 
 from ..rigs.engine_rig import greedy, opened
+from ..rigs.http_rig import quick_config
 from ..rigs.tiny_models import Tiny
 
 CHATML = """{{ bos_token }}{% for message in messages %}
@@ -64,6 +66,27 @@ def load(directory: Path) -> TextTokenizer:
     tokenizer = load_tokenizer(directory)
     assert tokenizer is not None
     return tokenizer
+
+
+def test_a_file_replaces_the_templates_of_a_model(tmp_path: Path) -> None:
+    path = tmp_path / "mine.jinja"
+    path.write_text("{{ eos_token }}{% for said in messages %}[{{ said.content }}]{% endfor %}")
+    config = replace(quick_config(128), chat_template=str(path))
+    with Engine.from_pretrained("demo", config) as engine:
+        assert engine.tokenizer is not None
+        said = ChatPrompt([{"role": "user", "content": "hi"}])
+        assert engine.tokenizer.render(said) == "<|endoftext|>[hi]"
+        assert engine.generate([said], greedy(1))[0].prompt_token_ids
+    path.write_text("[{{ messages }}\n{% for x %}")
+    with pytest.raises(ConfigError) as raised:
+        Engine.from_pretrained("demo", config)
+    assert raised.value.flag == "--chat-template"
+    assert str(path) in str(raised.value)
+    assert "line 2" in str(raised.value)
+    with pytest.raises(ConfigError):
+        Engine.from_pretrained("demo", replace(config, chat_template=str(tmp_path)))
+    with pytest.raises(ConfigError):  # it has no tokenizer
+        Engine.from_pretrained("preset:smollm2-135m", config)
 
 
 @pytest.mark.parametrize(
