@@ -87,6 +87,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 def _parser(program: str, description: str) -> CommandParser:
     parser = CommandParser(
+        config_file=True,
         prog=program,
         description=description,
         epilog=_EPILOG,

@@ -34,6 +34,11 @@ from ...tools.arguments import (
 from ..service_config import ServiceConfig
 
 API_KEY_VARIABLE = "STEPGRAPH_API_KEY"
+VARIABLE_PREFIX = "STEPGRAPH_"
+OTHER_VARIABLES = tuple(
+    f"{VARIABLE_PREFIX}{name}" for name in ("COMMIT", "KERNEL_DIR", "QUIET", "STARTED_NSYS")
+)
+"""Variables that are read elsewhere."""
 PROGRAM = "stepgraph serve"
 LOG_LEVELS = ("debug", "info", "warning", "error")
 ENGINE_DEFAULTS: dict[str, Any] = {"freeze_gc": True}
@@ -133,6 +138,9 @@ class _Handler(logging.StreamHandler[Any]):
 def make_parser() -> CommandParser:
     """Return the parser of the command line."""
     parser = CommandParser(
+        config_file=True,
+        prefix=VARIABLE_PREFIX,
+        other_variables=OTHER_VARIABLES,
         prog=PROGRAM,
         description=_DESCRIPTION,
         epilog=_EPILOG,
@@ -164,7 +172,8 @@ def make_parser() -> CommandParser:
     calls = "find tool calls in chats: hermes (also Qwen) or llama3_json"
     text("--tool-parser", metavar="NAME", help=calls)
     text("--reasoning-parser", metavar="NAME", help="separate reasoning from answers: think")
-    flag = partial(http.add_argument, action="store_true")
+    # With --no-..., which turns off what a configuration file has turned on.
+    flag = partial(http.add_argument, action=argparse.BooleanOptionalAction)
     flag("--vllm-metric-names", help="repeat metrics under vLLM's names, for its dashboards")
     flag("--trace", help="make OpenTelemetry spans; run with opentelemetry-instrument")
     text("--ssl-certfile", metavar="FILE", help="certificate, for TLS")

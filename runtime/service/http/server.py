@@ -30,7 +30,7 @@ from ..metrics import EngineMetrics
 from ..service_config import ServiceConfig
 from ..tracing import trace_requests
 from .app import app
-from .command import PROGRAM, api_keys_of_environment
+from .command import PROGRAM
 from .connection import LimitedConnection
 
 logger = logging.getLogger("stepgraph.serve")
@@ -233,7 +233,7 @@ def _uvicorn_config(options: argparse.Namespace, engine: AsyncEngine) -> uvicorn
         app(
             engine,
             model_names=names,
-            api_keys=options.api_key or api_keys_of_environment(),
+            api_keys=options.api_key or (),
             max_body_bytes=options.max_body_bytes,
             allow_origins=options.allow_origin,
             metrics=metrics,
