@@ -18,11 +18,12 @@ from typing import Final, Literal
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ...profiling.timeline import RECORD_FIELDS, Timeline
+from ...profiling.timeline import Timeline
 from ..engine.engine_stats import EngineGauges
 from .async_engine import AsyncEngine
 from .health import Phase, ServiceSnapshot
 from .request_handle import Outcome, RequestRecord
+from .step_reader import StepReader
 
 try:
     from prometheus_client import CollectorRegistry
@@ -258,8 +259,7 @@ class EngineMetrics(Collector):
             if metric.kind == "histogram"
             for label in metric.series
         }
-        self._timeline: Timeline | None = None
-        self._num_steps = 0
+        self._steps = StepReader()
         self._lock = threading.Lock()
         engine.add_listener(self._count_request)
         self.registry.register(self)
@@ -331,19 +331,10 @@ class EngineMetrics(Collector):
 
     def _count_steps(self, timeline: Timeline | None) -> None:
         """Count the steps since the last call, and all kept steps of a new timeline."""
-        if timeline is not self._timeline:
-            self._timeline, self._num_steps = timeline, 0
-        if timeline is None:
-            return
-        self._num_steps, copied = timeline.copy_since(self._num_steps)
-        steps = np.frombuffer(copied, np.int64).reshape(-1, len(RECORD_FIELDS))
-        column = {name: steps[:, number] for number, name in enumerate(RECORD_FIELDS)}
-        taken_ns = column["plan_ns"] + column["launch_ns"] + column["commit_ns"] + column["wait_ns"]
-        if not timeline.is_async_device:
-            taken_ns += np.maximum(column["device_ns"], 0)
+        column = self._steps.read(timeline)
         prefills = column["prefill_tokens"] > 0
         for kind, chosen in (("decode", ~prefills), ("prefill", prefills)):
-            self._observe("step_time_seconds", taken_ns[chosen] / 1e9, kind)
+            self._observe("step_time_seconds", column["taken_ns"][chosen] / 1e9, kind)
             self._observe("step_bucket_size", column["bucket"][chosen], kind)
 
     def _observe(self, name: str, values: ArrayLike, label: str = "") -> None:

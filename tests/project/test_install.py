@@ -17,6 +17,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("runtime", "graphs", "cache", "profiling")
 SHIPPED = {".py", ".typed", ".cpp", ".h", ".json", ".safetensors"}
+SHIPPED |= {".html", ".js", ".css", ".svg"}
 
 pytest.importorskip("setuptools", minversion="77")
 pytest.importorskip("pip")

@@ -26,7 +26,9 @@ from ..health import Health
 from . import chat, completions
 from .exchange import BodyLimits, Endpoint, Exchange, HttpError, invalid
 from .generation import Operation, Service
+from .origins import check_origin
 from .output_parsers import make_output_parser
+from .page import FILES, Page
 from .requests import DetokenizeRequest, TokenizeRequest, UnknownFields, chat_prompt
 from .token_text import TokenTexts
 
@@ -207,6 +209,7 @@ def app(
     metrics: EngineMetrics | None = None,
     tool_parser: str | None = None,
     reasoning_parser: str | None = None,
+    page: bool = False,
 ) -> ASGIApp:
     """Return the OpenAI-compatible HTTP service of an engine, to run or to mount.
 
@@ -217,11 +220,13 @@ def app(
         model_names: names that requests may give as `model`; the first one is the default.
         api_keys: accepted as `Authorization: Bearer KEY`; none: no key is needed.
         max_body_bytes: a larger body of a request is refused with 413.
-        allow_origins: origins whose web pages may call the service (CORS); `*` for any.
+        allow_origins: origins whose web pages may call the service (CORS); `*` for any. Others
+            are refused, see `check_origin`.
         metrics: what `/metrics` responds with; None: 404.
         tool_parser: finds tool calls in answers, see `make_output_parser`; None leaves them in the
             content.
         reasoning_parser: separates reasoning from answers, in the same way.
+        page: whether to serve the page at `/`, which needs no API key itself.
 
     Raises:
         ConfigError: there is no model name, or one or an API key is empty; or there is no parser of
@@ -244,6 +249,9 @@ def app(
         await exchange.respond({**document, "servers": [{"url": mounted_at}]})
 
     operations = {("GET", "/openapi.json"): Operation(describe, None), **OPERATIONS}
+    if page:
+        operations |= Page(package_version()).operations
+    open_paths = OPEN_PATHS.union(FILES if page else ())
     paths: dict[str, dict[str, Operation]] = {}
     for (method, path), operation in operations.items():
         paths.setdefault(path, {})[method] = operation
@@ -267,7 +275,8 @@ def app(
             if each is not None:
                 exchange.dialect = each.dialect
                 break
-        if digests and path not in OPEN_PATHS:
+        check_origin(exchange, allow_origins, needs_key=bool(digests))
+        if digests and path not in open_paths:
             _check_key(exchange, digests)
         if not methods:
             raise HttpError(404, f"{bounded_text(path)} is not an endpoint", kind="not_found_error")

@@ -167,13 +167,14 @@ def make_parser() -> CommandParser:
         metavar="SIZE",
         help="maximum size of the body of a request (default: 4MiB)",
     )
-    origins = "origins whose web pages may call the service (CORS; default: none)"
+    origins = "other origins whose web pages may call the service (CORS; default: none)"
     text("--allow-origin", nargs="+", default=(), metavar="ORIGIN", help=origins)
     calls = "find tool calls in chats: hermes (also Qwen) or llama3_json"
     text("--tool-parser", metavar="NAME", help=calls)
     text("--reasoning-parser", metavar="NAME", help="separate reasoning from answers: think")
     # With --no-..., which turns off what a configuration file has turned on.
     flag = partial(http.add_argument, action=argparse.BooleanOptionalAction)
+    flag("--page", default=True, help="serve a page with a chat at / (default: yes)")
     flag("--vllm-metric-names", help="repeat metrics under vLLM's names, for its dashboards")
     flag("--trace", help="make OpenTelemetry spans; run with opentelemetry-instrument")
     text("--ssl-certfile", metavar="FILE", help="certificate, for TLS")

@@ -239,6 +239,7 @@ def _uvicorn_config(options: argparse.Namespace, engine: AsyncEngine) -> uvicorn
             metrics=metrics,
             tool_parser=options.tool_parser,
             reasoning_parser=options.reasoning_parser,
+            page=options.page,
         ),
         http=partial(  # type: ignore[arg-type]  # uvicorn calls it like a class
             LimitedConnection, send_timeout=engine.config.send_timeout

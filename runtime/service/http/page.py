@@ -1,0 +1,213 @@
+"""The page at `/`: its files, the settings it shows, and a live view of the engine.
+
+The files are static and load nothing from elsewhere. A strict Content-Security-Policy lets the
+browser run no other script, whatever a model writes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...engine.engine_stats import EngineCounters
+from ...errors import OverloadedError
+from ...loading.tokenizer import TextTokenizer
+from ..health import Phase, ServiceSnapshot
+from ..step_reader import Columns, StepReader
+from .exchange import Exchange, Headers, event
+from .generation import Operation, Service
+
+FOLDER = Path(__file__).parents[1] / "page"
+FILES: Mapping[str, Path] = {
+    **{f"/page/{path.name}": path for path in FOLDER.glob("*.*")},
+    "/": FOLDER / "index.html",
+    "/favicon.ico": FOLDER / "icon.svg",
+}
+"""The files by their paths, which need no API key."""
+
+_TYPES = {
+    ".html": b"text/html; charset=utf-8",
+    ".js": b"text/javascript; charset=utf-8",
+    ".css": b"text/css; charset=utf-8",
+    ".svg": b"image/svg+xml",
+}
+_POLICY = (
+    b"default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self';"
+    b" img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_HEADERS: Headers = (
+    (b"content-security-policy", _POLICY),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cross-origin-opener-policy", b"same-origin"),
+    (b"cache-control", b"no-cache"),  # the ETag is compared each time
+)
+
+MAX_LISTENERS = 32
+"""Live views at a time."""
+LIVE_SECONDS = 30.0
+"""Time until a live view ends and its page asks for another one: servers that wait for responses
+when they stop do not wait longer."""
+PERIOD_SECONDS = 1.0
+MAX_STEPS = 4096
+"""Steps that one event describes, the last ones: copying more would delay the step thread."""
+
+GAP_BOUNDS_MS = tuple(round(0.1 * 2 ** (number / 8), 4) for number in range(129))
+"""Upper bounds of the buckets of inter-token latencies, 0.1 ms to 6.5 s."""
+
+PHASES = ("plan", "launch", "device", "wait", "commit")
+"""The parts of a step, in order; see `StepRecord`."""
+
+
+async def send_file(service: Service, exchange: Exchange) -> None:
+    """Respond with a file of the page."""
+    path = FILES[exchange.path]
+    data, tag = _read(path)
+    headers = (*_HEADERS, (b"etag", tag))
+    if exchange.header(b"if-none-match") == tag.decode():
+        await exchange.start(304, headers)
+        await exchange.send_events(b"", last=True)
+        return
+    await exchange.respond(data, content_type=_TYPES[path.suffix], headers=headers)
+
+
+@cache
+def _read(path: Path) -> tuple[bytes, bytes]:
+    """Return a file and its entity tag."""
+    data = path.read_bytes()
+    return data, b'"%b"' % hashlib.sha256(data).hexdigest()[:32].encode()
+
+
+class Page:
+    """The endpoints of the page of one service."""
+
+    def __init__(self, version: str) -> None:
+        """Prepare the endpoints; `version` is the package's."""
+        self._version = version
+        self._num_listeners = 0
+
+    @property
+    def operations(self) -> dict[tuple[str, str], Operation]:
+        """The endpoints by method and path. They may change with the page, and are not an API."""
+        return {
+            **{("GET", path): Operation(send_file, None) for path in FILES},
+            ("GET", "/page/settings"): Operation(self.settings, None),
+            ("GET", "/live"): Operation(self.live, None),
+        }
+
+    async def settings(self, service: Service, exchange: Exchange) -> None:
+        """Respond with what the page shows of the service before the first request."""
+        engine = service.engine
+        tokenizer: TextTokenizer | None = engine.tokenizer
+        await exchange.respond(
+            {
+                "version": self._version,
+                "models": service.model_names,
+                "max_model_len": engine.max_model_len,
+                "has_chat": tokenizer is not None and bool(tokenizer.chat_templates),
+                "defaults": asdict(engine.sampling_defaults),
+                "gap_bounds_ms": GAP_BOUNDS_MS,
+            }
+        )
+
+    async def live(self, service: Service, exchange: Exchange) -> None:
+        """Send the state of the engine every second, as server-sent events.
+
+        Ends after `LIVE_SECONDS`, and when the engine will serve no more requests.
+        """
+        if self._num_listeners >= MAX_LISTENERS:
+            raise OverloadedError(f"{MAX_LISTENERS} live views are open", retry_after=LIVE_SECONDS)
+        self._num_listeners += 1
+        try:
+            async with exchange.cancelled_on_disconnect():
+                await exchange.start_stream()
+                view, began, last = LiveView(), time.monotonic(), exchange.scope["method"] == "HEAD"
+                while True:
+                    state = service.engine.snapshot()
+                    last |= state.health.phase in (Phase.FAILED, Phase.CLOSED)
+                    last |= state.health.phase is Phase.DRAINING and not state.open_requests
+                    last |= time.monotonic() - began >= LIVE_SECONDS
+                    await exchange.send_events(event(view.update(state)), last=last)
+                    if last:
+                        return
+                    await asyncio.sleep(PERIOD_SECONDS)
+        finally:
+            self._num_listeners -= 1
+
+
+class LiveView:
+    """Compares states of an engine. It has numbers only, of all requests together."""
+
+    def __init__(self) -> None:
+        self._steps = StepReader()
+        self._ended_ns = 0  # of the last step
+        self._last: tuple[float, EngineCounters] | None = None
+
+    def update(self, state: ServiceSnapshot) -> dict[str, Any]:
+        """Return an event of the live view.
+
+        Returns:
+            `phase` and `ready` of `Health`; `gauges`, present values; and what happened in the
+            `seconds` since the last event: `counts`, by how much each counter of `EngineCounters`
+            has grown; `gaps`, pairs of a bucket of `GAP_BOUNDS_MS` and the tokens with such an
+            inter-token latency; `steps` by kind. The first event only has the present values.
+        """
+        now, counters = time.monotonic(), state.counters
+        is_first = self._last is None
+        began, before = self._last or (now, counters)
+        self._last = now, counters
+        columns = self._steps.read(state.timeline, MAX_STEPS)
+        gaps = self._gaps(columns)
+        gauges = {} if state.gauges is None else state.gauges._asdict()
+        queue = {"queued_requests": state.queued_requests, "queued_tokens": state.queued_tokens}
+        return {
+            "phase": state.health.phase.value,
+            "ready": state.health.ready,
+            "seconds": now - began,
+            "gauges": gauges | queue,
+            "counts": {
+                name: value - getattr(before, name)
+                for name, value in counters._asdict().items()
+                if isinstance(value, int)
+            },
+            "gaps": [] if is_first else gaps,
+            "steps": {} if is_first else _step_times(columns),
+        }
+
+    def _gaps(self, column: Columns) -> list[tuple[int, int]]:
+        """Return the inter-token latencies: a decoding row had its last token a step before."""
+        ended_ns = column["started_ns"] + column["taken_ns"]
+        if not len(ended_ns):
+            return []
+        gap_ms = np.diff(ended_ns, prepend=self._ended_ns) / 1e6
+        self._ended_ns = int(ended_ns[-1])
+        tokens = np.bincount(np.searchsorted(GAP_BOUNDS_MS, gap_ms), weights=column["rows"])
+        return [(int(bucket), int(tokens[bucket])) for bucket in np.flatnonzero(tokens)]
+
+
+def _step_times(column: Columns) -> dict[str, dict[str, Any]]:
+    """Return the number of steps of each kind, their rows and tokens, and milliseconds by phase."""
+    decodes, prefills = column["rows"] > 0, column["prefill_tokens"] > 0
+    kinds = {
+        "decode": decodes & ~prefills,
+        "prefill": prefills & ~decodes,
+        "decode + prefill": decodes & prefills,
+    }
+    return {
+        kind: {
+            "steps": int(chosen.sum()),
+            "rows": int(column["rows"][chosen].sum()),
+            "prefill_tokens": int(column["prefill_tokens"][chosen].sum()),
+            "ms": {name: int(column[f"{name}_ns"][chosen].clip(0).sum()) / 1e6 for name in PHASES},
+        }
+        for kind, chosen in kinds.items()
+        if chosen.any()
+    }

@@ -1,0 +1,126 @@
+// The view of the server: numbers of the last minute, one event a second while it is visible.
+
+import { events, request } from "./api.js";
+import { bars, stacked } from "./charts.js";
+import { byId, count, duration, element, sum } from "./dom.js";
+
+const SECONDS = 60;
+const RETRY_MS = 1000;
+
+let history = []; // the last events, the newest last
+let controller = null;
+
+// Listens while the view is visible, and not otherwise.
+export async function showServer(isVisible, service, failed) {
+  controller?.abort();
+  if (!isVisible) return;
+  controller = new AbortController();
+  const { signal } = controller;
+  while (!signal.aborted) {
+    try {
+      for await (const data of events(await request("live", { signal }))) {
+        history = [...history, JSON.parse(data)].slice(-SECONDS);
+        update(service);
+      }
+    } catch (error) {
+      if (signal.aborted) return;
+      byId("phase").textContent = `The server does not respond: ${error.message}`;
+      if (failed(error)) return;
+    }
+    await new Promise((resolve) => setTimeout(resolve, RETRY_MS));
+  }
+}
+
+const of = (group, name) => history.map((event) => event[group][name] ?? 0);
+const total = (name) => sum(of("counts", name));
+const rates = (name) => history.map(({ counts, seconds }) => counts[name] / (seconds || 1));
+const share = (part, whole) => `${((100 * part) / (whole || 1)).toFixed(part ? 1 : 0)} %`;
+
+function update(service) {
+  const { phase, ready, gauges } = history.at(-1);
+  const context = `${count(service.max_model_len)} tokens of context`;
+  const state = phase === "serving" && !ready ? "a step takes too long" : phase;
+  const text = [state, context, `stepgraph ${service.version}`].join(" · ");
+  if (byId("phase").textContent !== text) byId("phase").textContent = text; // is read aloud
+  const { rows = 0, usable_blocks: blocks = 0, block_size: size } = gauges;
+  const queued = of("gauges", "queued_requests");
+  const waiting = of("gauges", "waiting").map((value, index) => value + queued[index]);
+  const held = of("gauges", "held_blocks");
+  const drafts = total("drafted_tokens");
+  const accepted = `${share(total("accepted_tokens"), drafts)} of drafts accepted`;
+  const steps = `${count(rates("steps").at(-1))} steps/s`;
+  byId("tiles").replaceChildren(
+    tile("Rows", count, `of ${rows}`, of("gauges", "running")),
+    tile("Waiting", count, `${count(gauges.queued_tokens)} prompt tokens`, waiting),
+    tile("KV cache", (used) => share(used, blocks), `of ${count(blocks * size)} tokens`, held),
+    tile("Output tokens/s", count, drafts ? accepted : steps, rates("output_tokens")),
+    tile(
+      "Prompt tokens/s",
+      count,
+      `${share(total("cached_tokens"), total("prompt_tokens"))} cached`,
+      rates("prompt_tokens"),
+    ),
+  );
+  byId("gaps").replaceChildren(...gapChart(service.gap_bounds_ms));
+  byId("steps").replaceChildren(...stepTimes());
+}
+
+function tile(name, shown, detail, values) {
+  const top = Math.max(1, ...values);
+  const bar = [...Array(SECONDS - values.length).fill(0), ...values];
+  const label = `${name} of the last minute, at most ${shown(Math.max(...values))}`;
+  const value = element("p", { className: "value" }, shown(values.at(-1)));
+  const below = element("p", { className: "muted" }, detail);
+  const chart = bars({ bar }, { top, label });
+  return element("section", {}, element("h3", {}, name), value, below, chart);
+}
+
+function gapChart(bounds) {
+  const tokens = bounds.map(() => 0);
+  for (const { gaps } of history) {
+    for (const [bucket, number] of gaps) tokens[Math.min(bucket, bounds.length - 1)] += number;
+  }
+  const number = sum(tokens);
+  if (!number) return [element("p", { className: "muted" }, "no tokens")];
+  const quantile = (p) => {
+    let below = 0;
+    return bounds[tokens.findIndex((value) => (below += value) >= p * number)];
+  };
+  const first = Math.max(0, tokens.findIndex(Boolean) - 4);
+  const bar = tokens.slice(first, Math.max(tokens.findLastIndex(Boolean) + 5, first + 24));
+  const shown = [0.5, 0.9, 0.99].map((p) => `p${100 * p} ${duration(quantile(p))}`);
+  const label = [...shown, `${count(number)} tokens`].join(" · ");
+  const ends = [first, first + bar.length - 1].map((at) =>
+    element("span", {}, duration(bounds[Math.min(at, bounds.length - 1)])),
+  );
+  return [
+    element("p", {}, label),
+    bars({ bar }, { top: Math.max(...bar), label }),
+    element("div", { className: "axis" }, ...ends),
+  ];
+}
+
+function stepTimes() {
+  const kinds = {};
+  for (const { steps } of history) {
+    for (const [kind, { ms, ...numbers }] of Object.entries(steps)) {
+      const found = (kinds[kind] ??= {});
+      for (const [name, value] of Object.entries({ ...numbers, ...ms })) {
+        found[name] = (found[name] ?? 0) + value;
+      }
+    }
+  }
+  return Object.entries(kinds).flatMap(([kind, { steps, rows, prefill_tokens, ...ms }]) => {
+    const mean = Object.values(ms).map((value) => value / steps);
+    const each = [`${(rows / steps).toFixed(1)} rows`];
+    if (prefill_tokens) each.push(`${(prefill_tokens / steps).toFixed(1)} prompt tokens`);
+    const number = steps === 1 ? "1 step" : `${count(steps)} steps`;
+    const title = `${kind}: ${duration(sum(mean))} · ${number} with ${each.join(", ")}`;
+    const parts = Object.keys(ms).map((name, index) => {
+      const key = element("i", { className: `part-${index}` });
+      return element("span", {}, key, `${name} ${duration(mean[index])}`);
+    });
+    const legend = element("p", { className: "legend" }, ...parts);
+    return [element("p", {}, title), stacked(mean, legend.textContent), legend];
+  });
+}
