@@ -24,6 +24,7 @@ from ..errors import ConfigError
 from ..kernels import cpu_kernels_obstacle
 from ..loading.loader import resolve_source
 from ..models.resolved_config import ResolvedConfig, resolve_device
+from .html_report import write_report
 from .options import MODES, engine_configs
 from .results import new_document, settle_bandwidth
 
@@ -143,13 +144,15 @@ class BenchmarkRun:
         self.write()
 
     def write(self) -> None:
-        """Write the document as it is now to `--output-json`, if that was given.
+        """Write the document as it is now to the files of `--output-json` and `--html`, if given.
 
         Raises:
             WriteError: it cannot be written.
         """
         if self.options.output_json is not None:
             write_file(self.options.output_json, json.dumps(self.document, indent=1) + "\n")
+        if self.options.html is not None and self.document["cases"]:
+            write_report(self.options.html, self.document)
 
     def say(self, text: str) -> None:
         """Print progress to stderr."""

@@ -28,6 +28,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print_text(comparison_text(old, new, options.compare, options.fail_above))
             reason = options.fail_above and failure(compare(old, new), options.fail_above)
             return print_error(reason) if reason else 0
+        if options.from_json is not None:
+            from .html_report import write_report
+
+            write_report(options.html, read_results(options.from_json))
+            return 0
         if options.profile == "nsys" and not inside_nsys():
             from .steady import nsys_commands
 

@@ -48,7 +48,7 @@ def confidence(old: int, new: int) -> float:
 
 
 def read_results(path: Path) -> dict[str, Any]:
-    """Read a document that `--output-json` wrote. Checks only what a comparison uses.
+    """Read a document that `--output-json` wrote. Checks what a comparison uses.
 
     Raises:
         ResultsError: it cannot be read, is not JSON, has another schema version, no results of
@@ -59,6 +59,8 @@ def read_results(path: Path) -> dict[str, Any]:
         if document["schema_version"] != SCHEMA_VERSION:
             raise ValueError(f"it has no schema_version {SCHEMA_VERSION}: measure it again")
         document["environment"].get("device")
+        for case in document["cases"]:  # older files lack it
+            case.setdefault("activation_dtype", case["dtype"])
         keys = [_key(case) for case in document["cases"]]
         for case in document["cases"]:
             times = [case["step_ms"]["p50"], *case["repetition_ms"]]
@@ -66,7 +68,7 @@ def read_results(path: Path) -> dict[str, Any]:
             if len(times) < 2 or not in_range:
                 raise ValueError("it has no times of steps")
         if not keys:
-            raise ValueError("it has no cases: only results of --scenario steady can be compared")
+            raise ValueError("it has no cases of --scenario steady")
         if any(key in keys[:number] for number, key in enumerate(keys)):
             raise ValueError("it has a case twice")
         return document
@@ -78,7 +80,7 @@ def read_results(path: Path) -> dict[str, Any]:
         reason = f"it has no valid results of --scenario steady: {error!r:.80}"
     except ValueError as error:
         reason = str(error)
-    raise ResultsError(f"cannot compare with {path}: {reason}")
+    raise ResultsError(f"cannot use the results in {path}: {reason}")
 
 
 class Ratio(NamedTuple):

@@ -44,6 +44,7 @@ Measure how fast a model decodes on this machine, and how far that is from its m
 %(prog)s --model preset:smollm2-135m --batch-size 1 8 --input-len 128 1024
 %(prog)s --baseline compiled          compare with transformers, same weights
 %(prog)s --compare old.json new.json  compare two files that --output-json wrote
+%(prog)s --html report.html           a report with plots, for a browser
 %(prog)s --profile torch              a trace of some steps, for Perfetto
 %(prog)s --profile nsys               print the commands of nsys (| sh runs them)
 %(prog)s --speculate suffix:7         speculative decoding against plain decoding, in turns;
@@ -242,6 +243,15 @@ FLAGS: dict[str, dict[str, Flag]] = {
             "write all results to this file as JSON, after each case",
             settings={"type": Path, "metavar": "FILE"},
         ),
+        "html": Flag(
+            "write a report with plots to this file, one HTML page; if its name ends in .svg, the"
+            " plots of the first case as an image",
+            settings={"type": Path, "metavar": "FILE"},
+        ),
+        "from-json": Flag(
+            "for --html: report the results in this file of --output-json, without a measurement",
+            settings={"type": Path, "metavar": "FILE"},
+        ),
         "compare": Flag(
             "compare two files of --output-json, case by case, without a measurement",
             serve=_UNUSED,
@@ -353,8 +363,16 @@ def _completed(given: dict[str, Any]) -> argparse.Namespace:
     what = f"--scenario {scenario}"
     if "fail-above" in given and not compared:
         raise ValueError("--fail-above has no effect without --compare")
+    if "from-json" in given and "html" not in given:
+        raise ValueError("--from-json has no effect without --html")
+    if "html" in given and scenario != "steady":
+        raise ValueError(
+            f"--html draws the steps of --scenario steady, and {what} has none: use --output-json"
+        )
     if compared:
         accepted, what = {"compare", "fail-above"}, "--compare"
+    elif "from-json" in given:
+        accepted, what = {"from-json", "html"}, "--from-json"
     others = [f"--{name}" for name in given if name not in accepted]
     if others:
         raise ValueError(f"{', '.join(others)}: no effect together with {what}")
@@ -374,8 +392,8 @@ def _completed(given: dict[str, Any]) -> argparse.Namespace:
     options.profile = given.get("profile", "none")
     if scenario == "steady" and options.baseline is not None:
         options.peer = [*options.peer, PeerSpec("transformers", sys.executable)]
-    if options.output_json is not None:
-        check_writable(options.output_json)
+    for path in filter(None, (options.output_json, options.html)):
+        check_writable(path)
     if profiled:
         _check_profile(options, given)
     return options

@@ -9,6 +9,7 @@ import platform
 import shlex
 import string
 import subprocess
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ Entry = Mapping[str, Any]
 Cell = str | Callable[[Entry], str]
 """A format string over the fields of an entry (see `_Formatter`), or a function."""
 
+MACHINE = "{device}, {threads} threads, reads {bandwidth_gb_s:.1f} GB/s (measured)"
+"""A line about the environment of a document."""
 SPREAD_LIMIT = 0.05
 """A case whose repetitions differ by more is warned about."""
 BANDWIDTH_LIMIT = 0.1
@@ -251,7 +254,7 @@ def table_rows(document: Entry, *, verbose: bool = False) -> tuple[str, list[dic
     named = [
         f"{head} {value}" if head in ("weights", "KV", "output") else value
         for head, value in shared.items()
-        if not (head in ("weights", "KV") and value == shared.get("dtype"))
+        if not (head in ("weights", "activations", "KV") and value == shared.get("dtype"))
     ]
     return ", ".join(named), [{h: row[h] for h in columns if h not in hidden} for row in rows]
 
@@ -265,19 +268,21 @@ def report(document: Entry, *, verbose: bool = False) -> str:
         heads = list(rows[0])
         texts = len([*itertools.takewhile(_TEXT_COLUMNS.__contains__, heads)])
         lines += [*aligned(heads, [list(row.values()) for row in rows], texts), ""]
-    if any(case["roofline"]["fraction"] > 1 for case in document["cases"]):
-        lines += [
-            "Above 100 %: what a step reads fits into the cache of the processor, which is faster",
-            "than the memory that the bandwidth is measured on.",
-            "",
-        ]
-    lines.append(
-        "{device}, {threads} threads, reads {bandwidth_gb_s:.1f} GB/s (measured)".format_map(
-            environment
-        )
-    )
+    for note in notes(document):
+        lines += [*textwrap.wrap(note, 90), ""]
+    lines.append(MACHINE.format_map(environment))
     lines.append("torch {torch}, Python {python}; {command}".format_map(environment))
     return "\n".join(lines)
+
+
+def notes(document: Entry) -> list[str]:
+    """Return what a reader must know of the numbers."""
+    if all(case["roofline"]["fraction"] <= 1 for case in document["cases"]):
+        return []
+    return [
+        "Above 100 %: what a step reads fits into the cache of the processor, which is faster than"
+        " the memory that the bandwidth is measured on."
+    ]
 
 
 def warnings(document: Entry) -> list[str]:

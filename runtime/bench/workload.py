@@ -201,7 +201,6 @@ class EngineRun:
             "memory": stats["memory"],
             "captured": stats["prepared"],
             "start": stats["start"],
-            "samples": {"step_ms": list(itertools.chain.from_iterable(self.repetitions))},
         }
 
 
@@ -323,8 +322,10 @@ def summarize_repetitions(repetitions: Sequence[Sequence[float]]) -> dict[str, A
     """
     medians = [statistics.median(one) for one in repetitions]
     apart = (max(medians) - min(medians)) / statistics.median(medians)
+    samples = list(itertools.chain.from_iterable(repetitions))
     return {
-        "step_ms": Summary.of(itertools.chain.from_iterable(repetitions)).to_json(),
+        "samples": {"step_ms": samples},
+        "step_ms": Summary.of(samples).to_json(),
         "repetition_ms": medians,
         "spread": apart if len(medians) > 1 else None,
     }

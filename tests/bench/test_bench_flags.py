@@ -35,6 +35,9 @@ WRONG_COMBINATIONS = [
     ("--max-itl-ms 20", "--max-itl-ms: no effect together with --scenario steady"),
     ("--fail-above 1.05", "--fail-above has no effect without --compare"),
     ("--compare a b --scenario serve", "--scenario: no effect together with --compare"),
+    ("--html x.html --scenario serve", "--html draws the steps of --scenario steady"),
+    ("--from-json x.json", "--from-json has no effect without --html"),
+    ("--html x --from-json y --seed 1", "--seed: no effect together with --from-json"),
     ("--graph-trace node", "--graph-trace has no effect without --profile"),
     ("--profile none --profile-output x", "--profile-output has no effect without --profile"),
     ("--profile torch --graph-trace node", "--graph-trace has no effect without --profile nsys"),
@@ -44,6 +47,7 @@ WRONG_COMBINATIONS = [
 ]
 WRONG_FILES = [
     ("--output-json no/x.json", "no is not a directory"),
+    ("--html no/x.html", "no is not a directory"),
     ("--output-json file/b.json", "file is not a directory"),
     ("--output-json link.json", "is not a directory"),
     ("--output-json pipe", "it is not a regular file, or is read-only"),
