@@ -54,6 +54,12 @@ class CompletionOutput:
         return "" if detokenizer is None else detokenizer.text[: self._num_chars]
 
     @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended it; None if something else did."""
+        detokenizer = self._request.detokenizer
+        return detokenizer.stopped if self.finish_reason == "stop" and detokenizer else None
+
+    @property
     def delta(self) -> OutputDelta:
         """What is new since the previous output of the request."""
         return self.delta_since(self._first_token, self._first_char)

@@ -9,7 +9,7 @@ import inspect
 import sys
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from starlette.middleware.cors import CORSMiddleware
@@ -17,13 +17,12 @@ from starlette.routing import compile_path
 from starlette.types import ASGIApp
 
 from ...bounded_repr import bounded_repr, bounded_text
-from ...errors import ConfigError, RequestError
-from ...loading.tokenizer import TextTokenizer
+from ...errors import ConfigError
 from ...prompt_ids import too_long
 from ...sampling_params import MAX_TOKEN_ID
 from ..async_engine import AsyncEngine
 from ..health import Health
-from . import chat, completions
+from . import chat, completions, messages_api
 from .exchange import BodyLimits, Endpoint, Exchange, HttpError, invalid
 from .generation import Operation, Service
 from .origins import check_origin
@@ -133,22 +132,17 @@ async def tokenize(service: Service, exchange: Exchange) -> None:
     service.model_name(request.model)
     if (request.prompt is None) == (request.messages is None):
         raise invalid("prompt", "give one of prompt and messages")
-    tokenizer = _tokenizer(service, "prompt")
 
     def encode() -> Tokens:
-        if request.messages is None:
-            text, special = cast(str, request.prompt), request.add_special_tokens is not False
+        special = request.add_special_tokens
+        if request.prompt is None:
+            conversation = chat_prompt(request, request.tools)
+            token_ids = service.encode(conversation, special=bool(special))  # templates write them
         else:
-            text = tokenizer.render(chat_prompt(request, request.tools))
-            special = bool(request.add_special_tokens)  # templates write them
-        longest = service.engine.max_model_len
-        least = tokenizer.least_tokens(text)
-        if least > longest:  # it could occupy the thread for seconds
-            raise too_long(f"at least {least} tokens", longest)
-        token_ids = tokenizer.encode(text, special=special)
-        texts = TokenTexts(tokenizer)
+            token_ids = service.encode(request.prompt, special=special is not False)
+        texts = TokenTexts(service.engine.tokenizer)
         strings = [texts.text(i) for i in token_ids] if request.return_token_strs else None
-        return Tokens(len(token_ids), longest, token_ids, strings)
+        return Tokens(len(token_ids), service.engine.max_model_len, token_ids, strings)
 
     await exchange.respond(await service.engine.run_in_pool(encode))
 
@@ -164,21 +158,12 @@ async def detokenize(service: Service, exchange: Exchange) -> None:
         if not 0 <= token_id <= MAX_TOKEN_ID:
             shown = bounded_repr(token_id)
             raise invalid("tokens", f"tokens[{index}] is {shown}; allowed is 0 to {MAX_TOKEN_ID}")
-    tokenizer = _tokenizer(service, "tokens")
+    tokenizer = service.tokenizer("tokens")
 
     def decode() -> Text:
         return Text(tokenizer.decode(request.tokens, skip_special_tokens=False))
 
     await exchange.respond(await service.engine.run_in_pool(decode))
-
-
-def _tokenizer(service: Service, field: str) -> TextTokenizer:
-    tokenizer = service.engine.tokenizer
-    if tokenizer is None:
-        raise RequestError(
-            "the checkpoint has no tokenizer: prompts must be token ids", field=field
-        )
-    return tokenizer
 
 
 OPERATIONS: Mapping[tuple[str, str], Operation] = {
@@ -190,6 +175,7 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("GET", "/version"): Operation(version, Version),
     **completions.OPERATIONS,
     **chat.OPERATIONS,
+    **messages_api.OPERATIONS,
     ("POST", "/tokenize"): Operation(tokenize, Tokens, body=TokenizeRequest),
     ("POST", "/detokenize"): Operation(detokenize, Text, body=DetokenizeRequest),
 }
@@ -297,7 +283,7 @@ def app(
         allow_origins=allow_origins,
         allow_methods=["GET", "POST"],
         allow_headers=["*"],
-        expose_headers=["x-request-id"],
+        expose_headers=["x-request-id", "request-id"],
     )
 
 

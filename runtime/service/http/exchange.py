@@ -82,6 +82,20 @@ class Dialect:
     error_body: type[msgspec.Struct] = ErrorBody
     """The type of what `error` returns."""
     stream_type = b"text/event-stream; charset=utf-8"
+    id_headers: tuple[bytes, ...] = ()
+    """Headers of responses that have the id of the request, besides `X-Request-Id`."""
+    fields: tuple[tuple[str, str], ...] = ()
+    """Regular expressions of fields of `ChatRequest`, and the names of its own; see `named`."""
+
+    def named(self, error: HttpError) -> str:
+        """Return a message that begins with the wrong field, for bodies without `param`."""
+        given, message = error.details.param or "", error.details.message
+        field = given
+        for pattern, own in self.fields:
+            field = re.sub(rf"^(?:{pattern})", own, field)
+        if given and message.startswith(given):
+            return field + message[len(given) :]
+        return f"{field}: {message}" if field else message
 
     def error(self, error: HttpError, request_id: str) -> msgspec.Struct:
         """Return the body of an error response."""
@@ -328,8 +342,9 @@ class Exchange:
     async def start(self, status: int, headers: Headers) -> None:
         """Send the head of a response; `send_events` sends parts of its body."""
         self.started, self._status = True, status
-        if not any(name == _ID_HEADER for name, _ in headers):
-            headers = (*headers, (_ID_HEADER, self.request_id.encode()))
+        given = {name for name, _ in headers}
+        names = [name for name in (_ID_HEADER, *self.dialect.id_headers) if name not in given]
+        headers = (*headers, *[(name, self.request_id.encode()) for name in names])
         start = {"type": "http.response.start", "status": status, "headers": list(headers)}
         await self._send(start)
 

@@ -17,6 +17,10 @@ from msgspec import UNSET
 from ...bounded_repr import bounded_repr
 from ...engine.request_builder import Prompt
 from ...engine.request_output import RequestOutput
+from ...errors import RequestError
+from ...loading.chat_template import ChatPrompt
+from ...loading.tokenizer import TextTokenizer
+from ...prompt_ids import too_long
 from ...sampling_params import SamplingParams
 from ..async_engine import AsyncEngine
 from ..consumers import AsyncStream
@@ -45,6 +49,28 @@ class Service:
     reasoning_parser: str | None
     created: int = field(default_factory=lambda: int(time.time()))
 
+    def tokenizer(self, field: str = "prompt") -> TextTokenizer:
+        """Return the tokenizer, `RequestError` about a field without one."""
+        tokenizer = self.engine.tokenizer
+        if tokenizer is None:
+            raise RequestError(
+                "the checkpoint has no tokenizer: prompts must be token ids", field=field
+            )
+        return tokenizer
+
+    def encode(self, prompt: str | ChatPrompt, *, special: bool) -> list[int]:
+        """Return the tokens of a prompt, with those of the post-processor if `special`.
+
+        It can take seconds: call it in a thread. Raises `RequestError` as `tokenizer` and
+        `TextTokenizer.encode`, and for a prompt of more than `max_model_len` tokens.
+        """
+        tokenizer, longest = self.tokenizer(), self.engine.max_model_len
+        text = prompt if isinstance(prompt, str) else tokenizer.render(prompt)
+        least = tokenizer.least_tokens(text)
+        if least > longest:  # it could occupy the thread for seconds
+            raise too_long(f"at least {least} tokens", longest)
+        return tokenizer.encode(text, special=special)
+
     def model_name(self, given: str | None) -> str:
         """Return the name of the model for the response, 404 if no model has it."""
         if given is None:
@@ -53,7 +79,8 @@ class Service:
             names = " or ".join(self.model_names)
             raise HttpError(
                 404,
-                f"the model {bounded_repr(given)} is not served: give {names}, or leave model out",
+                f"the model {bounded_repr(given)} is not served: give {names}, leave model out, or"
+                " serve it under this name with --served-model-name",
                 kind="not_found_error",
                 param="model",
                 code="model_not_found",

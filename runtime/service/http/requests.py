@@ -459,15 +459,18 @@ def _tool_call(call: object, where: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(call, dict) or not isinstance(function, dict):
         raise invalid(f"{where}.function", f"{where}.function must be an object")
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            arguments = msgspec.json.decode(arguments, type=dict[str, Any])
-        except (ValueError, RecursionError):
-            arguments = {}
-    if not isinstance(arguments, dict) or _is_deep(arguments, MAX_ARGUMENTS_DEPTH):
-        arguments = {}
+    arguments = call_arguments(function.get("arguments"))
     return {**call, "function": {**function, "arguments": arguments}}
+
+
+def call_arguments(given: object) -> dict[str, Any]:
+    """Return the arguments of a call as an object: an empty one if they are another JSON text."""
+    if isinstance(given, str):
+        try:
+            given = msgspec.json.decode(given, type=dict[str, Any])
+        except (ValueError, RecursionError):
+            return {}
+    return given if isinstance(given, dict) and not _is_deep(given, MAX_ARGUMENTS_DEPTH) else {}
 
 
 def _is_deep(value: object, most: int) -> bool:
@@ -503,7 +506,7 @@ _REFUSED: Final[dict[str, tuple[Any, ...]]] = {
         " grammar grammar_lazy json_schema samplers logit_processors lora post_sampling_probs"
         " response_fields return_tokens n_probs n_indent input_prefix input_suffix input_extra"
         " min_keep mirostat top_a eta_cutoff epsilon_cutoff dry_multiplier xtc_probability"
-        " dynatemp_range no_repeat_ngram_size penalty_alpha",
+        " dynatemp_range no_repeat_ngram_size penalty_alpha mcp_servers container",
         *_EMPTY,
     ),
     **_named("audio prediction web_search_options sampling_seed enable_thinking thinking", None),
@@ -550,7 +553,7 @@ _HARMLESS = frozenset(
         "metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention"
         " request_id rid session_id stream_interval n_keep n_discard repeat_last_n cache_prompt"
         " id_slot timings_per_token return_progress n_cache_reuse sse_ping_interval custom_labels"
-        " extra_key"
+        " extra_key cache_control inference_geo diagnostics speed context_management"
         # Settings of methods that a field of the table switches on.
         " mirostat_tau mirostat_eta dynatemp_exponent xtc_threshold dry_base dry_allowed_length"
         " dry_penalty_last_n dry_sequence_breakers"
@@ -566,7 +569,8 @@ class UnknownFields:
         """Follow a policy. `kinds` are the types of all requests for tokens."""
         self._policy = policy
         self._kinds = {kind: frozenset(kind.__struct_encode_fields__) for kind in kinds}
-        self._all = frozenset().union(*self._kinds.values())
+        chats = [kind for kind in self._kinds if issubclass(kind, SamplingRequest)]
+        self._all = frozenset().union(*[self._kinds[kind] for kind in chats])
         self._logged: set[str] = set()
 
     def check(self, body: bytes | bytearray, kind: type) -> None:

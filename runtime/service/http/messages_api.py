@@ -1,0 +1,357 @@
+"""The endpoints `/v1/messages` and `/v1/messages/count_tokens`: Anthropic's API."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+from msgspec import UnsetType
+
+from ...bounded_repr import bounded_repr
+from ...engine.request_output import RequestOutput
+from ..request_handle import Delta
+from .chat import ChatAnswer, converse
+from .exchange import Dialect, Exchange, HttpError, encode, invalid
+from .generation import Operation, Service
+from .requests import (
+    ChatRequest,
+    Entries,
+    ResponseFormat,
+    StopString,
+    allowed,
+    call_arguments,
+    chat_prompt,
+)
+from .responses import ChatChoice, ChatMessage, Usage
+
+Object = dict[str, Any]
+
+
+def _refused(where: str, value: object, allowed: str) -> HttpError:
+    return invalid(where, f"{where} is {bounded_repr(value)}; allowed is {allowed}")
+
+
+def _parts(content: Any, where: str) -> list[Object]:
+    """Return the text blocks of a content, which are also those of a chat."""
+    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content or []
+    for index, block in enumerate(blocks if isinstance(blocks, list) else [blocks]):
+        match block:
+            case {"type": "text", "text": str()}:
+                continue
+        raise _refused(f"{where}[{index}]", block, "a text, or a block of type text with a text")
+    return list(blocks)
+
+
+class ToolChoice(msgspec.Struct):
+    """Whether the model calls tools."""
+
+    type: Literal["auto", "any", "tool", "none"] = "auto"
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(msgspec.Struct):
+    """Whether the model reasons first, if its template reads `enable_thinking`."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = None
+    display: Literal["summarized"] | None = None
+
+
+class OutputConfig(msgspec.Struct):
+    """The form of the answer; templates read `effort` as `reasoning_effort`."""
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: ResponseFormat | None = None
+
+
+class CountTokensRequest(msgspec.Struct, kw_only=True):
+    """The body of `/v1/messages/count_tokens`: a conversation."""
+
+    model: str | None = None
+    messages: Entries
+    system: str | Entries | None = None
+    tools: Entries | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+
+    def chat(self, **fields: Any) -> ChatRequest:
+        """Return the request in the shape of OpenAI's API, with more `fields`."""
+        choice, output = self.tool_choice or ToolChoice(), self.output_config or OutputConfig()
+        variables: Object = {} if output.effort is None else {"reasoning_effort": output.effort}
+        if self.thinking is not None:
+            variables["enable_thinking"] = self.thinking.type != "disabled"
+        named: Any = {"type": "function", "function": {"name": choice.name}}
+        turns: list[Object] = []
+        for role, gained in self._blocks():
+            if role == "tool" or not turns or turns[-1]["role"] != role:
+                turns.append({"role": role, "content": [], **gained})
+            else:  # successive messages of a role are one
+                joined = {key: turns[-1].get(key, type(v)()) + v for key, v in gained.items()}
+                turns[-1].update(joined)
+        if turns and "tool_calls" in turns[-1]:
+            raise invalid("messages", "messages end with a tool_use: add its tool_result")
+        return ChatRequest(
+            model=self.model,
+            messages=turns,
+            tools=[_tool(tool, f"tools[{i}]") for i, tool in enumerate(self.tools or ())],
+            tool_choice={"any": "required", "tool": named}.get(choice.type, choice.type),
+            parallel_tool_calls=not choice.disable_parallel_tool_use,
+            chat_template_kwargs=variables,
+            continue_final_message=bool(turns) and turns[-1]["role"] == "assistant",
+            response_format=output.format,
+            **fields,
+        )
+
+    def _blocks(self) -> Iterator[tuple[str, Object]]:
+        """Return the role of each block, and what it adds to a message of a chat."""
+        if self.system:
+            yield "system", {"content": _parts(self.system, "system")}
+        names: dict[str, str] = {}  # of the tools, by the id of their call
+        for number, message in enumerate(self.messages):
+            role, content = message.get("role"), message.get("content")
+            if role not in ("user", "assistant", "system") or not isinstance(content, str | list):
+                form = "a role (user or assistant) with a content (a text or blocks)"
+                raise _refused(f"messages[{number}]", message, form)
+            blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+            for index, block in enumerate(blocks):
+                where = f"messages[{number}].content[{index}]"
+                match block:
+                    case {"type": "text", "text": str()}:
+                        yield role, {"content": [block]}
+                    case {"type": "thinking", "thinking": str(text)}:
+                        yield role, {"reasoning_content": text}
+                    case {"type": "redacted_thinking"}:
+                        pass
+                    case {"type": "tool_use", "id": str(id), "name": str(name), "input": dict()}:
+                        names[id] = name
+                        function = {"name": name, "arguments": block["input"]}
+                        call = {"id": id, "type": "function", "function": function}
+                        yield role, {"tool_calls": [call]}
+                    case {"type": "tool_result", "tool_use_id": str(id)}:
+                        parts = _parts(block.get("content"), f"{where}.content")
+                        texts = ["Error:"] * (block.get("is_error") is True)
+                        result = {"content": "\n".join(texts + [p["text"] for p in parts])}
+                        yield "tool", {**result, "tool_call_id": id, "name": names.get(id)}
+                    case _:
+                        form = "a block of type text, thinking, redacted_thinking, tool_use (with"
+                        form += " id, name, input) or tool_result (with tool_use_id)"
+                        raise _refused(where, block, form)
+
+
+def _tool(tool: Object, where: str) -> Object:
+    match tool:
+        case {"type": str(kind)} if kind != "custom":
+            raise _refused(f"{where}.type", kind, "custom: the server runs no tools")
+        case {"name": str(name), "input_schema": dict(schema)}:
+            function = {"name": name, "parameters": schema}
+            if "description" in tool:
+                function["description"] = tool["description"]
+            return {"type": "function", "function": function}
+    raise _refused(where, tool, "an object with a name and an input_schema")
+
+
+class MessagesRequest(CountTokensRequest, kw_only=True):
+    """The body of `/v1/messages`; the `user_id` of `metadata` is the tenant."""
+
+    max_tokens: Annotated[int, allowed("max_tokens")]
+    stream: bool | None = None
+    stop_sequences: Annotated[list[StopString], allowed("stop")] | None = None
+    temperature: Annotated[float, allowed("temperature")] | None = None
+    top_p: Annotated[float, allowed("top_p")] | None = None
+    top_k: Annotated[int, allowed("top_k")] | None = None
+    metadata: dict[str, str | None] | None = None
+
+    def chat(self, **fields: Any) -> ChatRequest:
+        for name in ("max_tokens", "stream", "temperature", "top_p", "top_k"):
+            fields[name] = getattr(self, name)
+        user = (self.metadata or {}).get("user_id")
+        return super().chat(stop=self.stop_sequences, user=user, **fields)
+
+
+class TokenCounts(msgspec.Struct):
+    """Tokens of a message; `input_tokens` are not in the prefix cache."""
+
+    input_tokens: int
+    output_tokens: int
+    cache_read_input_tokens: int
+    cache_creation_input_tokens: int = 0
+
+    @classmethod
+    def of(cls, usage: Usage) -> TokenCounts:
+        """Return the counts of a response."""
+        cached = usage.prompt_tokens_details.cached_tokens
+        return cls(usage.prompt_tokens - cached, usage.completion_tokens, cached)
+
+
+class MessageBody(msgspec.Struct):
+    """The response of `/v1/messages`. Blocks have a type: `thinking`, `text` or `tool_use`."""
+
+    id: str
+    model: str
+    content: list[Object]
+    stop_reason: str | None
+    stop_sequence: str | None
+    usage: TokenCounts
+    type: str = "message"
+    role: str = "assistant"
+
+
+class MessageEvent(msgspec.Struct, omit_defaults=True):
+    """The data of an event of a stream, whose `event` is the `type`."""
+
+    type: str
+    message: MessageBody | None = None
+    index: int | None = None
+    content_block: Object | None = None
+    delta: Object | None = None
+    usage: TokenCounts | None = None
+
+
+class TokenCount(msgspec.Struct):
+    """The response of `/v1/messages/count_tokens`."""
+
+    input_tokens: int
+
+
+class MessagesError(msgspec.Struct):
+    """The body of an error response, and of an error event; `error` has `type` and `message`."""
+
+    error: dict[str, str]
+    request_id: str
+    type: str = "error"
+
+
+_ERRORS: Final = {"server_error": "api_error", "service_unavailable_error": "overloaded_error"}
+
+
+class _MessagesDialect(Dialect):
+    error_body = MessagesError
+    id_headers = (b"request-id",)
+    fields = (
+        ("continue_final_message$", "messages"),
+        ("stop$", "stop_sequences"),
+        (r"(tools\[\d+\])\.function\.parameters", r"\1.input_schema"),
+        ("response_format", "output_config.format"),
+        ("user$", "metadata.user_id"),
+        ("chat_template_kwargs", "thinking"),
+    )
+
+    def error(self, error: HttpError, request_id: str) -> MessagesError:
+        kind = _ERRORS.get(error.details.type, error.details.type)
+        kind = "request_too_large" if error.status == 413 else kind
+        return MessagesError({"type": kind, "message": self.named(error)}, request_id)
+
+    def error_event(self, error: HttpError, request_id: str) -> bytes:
+        return _event(self.error(error, request_id))
+
+
+def _event(value: MessageEvent | MessagesError) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (value.type.encode(), encode(value))
+
+
+async def messages(service: Service, exchange: Exchange) -> None:
+    """Respond to a conversation with the model's answer, as Anthropic's API does."""
+    chat = (await exchange.read(MessagesRequest, service.fields.check)).chat()
+    exchange.param_of = chat.param_of
+    await converse(service, exchange, chat, MessagesAnswer)
+
+
+async def count_tokens(service: Service, exchange: Exchange) -> None:
+    """Respond with the number of tokens of a conversation."""
+    chat = (await exchange.read(CountTokensRequest)).chat()
+    exchange.param_of = chat.param_of
+    service.model_name(chat.model)
+    prompt = chat_prompt(chat, chat.offered_tools())
+    token_ids = await service.engine.run_in_pool(lambda: service.encode(prompt, special=False))
+    await exchange.respond(TokenCount(len(token_ids)))
+
+
+_STOP_REASONS: Final = {
+    "stop": "end_turn",
+    "length": "max_tokens",
+    "tool_calls": "tool_use",
+    "abort": "pause_turn",  # clients send the answer back to continue it
+}
+
+
+class MessagesAnswer(ChatAnswer):
+    """The answer as blocks: reasoning, text, calls of tools."""
+
+    def __init__(self, *arguments: Any) -> None:
+        """Take the arguments of a `ChatAnswer`."""
+        super().__init__(*arguments)
+        self.id = self.id.replace("chatcmpl-", "msg_")
+        self._stop: tuple[str | None, str | None] = (None, None)  # reason, stop sequence
+        self._type: str | None = None  # of the block that gains, None before the stream
+        self._index = -1  # of the newest block
+
+    def choice(self, prompt: int, delta: Delta, output: RequestOutput) -> ChatChoice:
+        choice = super().choice(prompt, delta, output)
+        if (reason := choice.finish_reason) is not None:
+            found = output.completions[0].stop_string if reason == "stop" else None
+            reason = _STOP_REASONS.get(reason, reason) if found is None else "stop_sequence"
+            self._stop = (reason, found)
+        return choice
+
+    def body(self, choices: list[ChatChoice], usage: Any) -> MessageBody:
+        content = []
+        for block, delta in (part for choice in choices for part in _gained(choice.message)):
+            if "partial_json" in delta:
+                block["input"] = call_arguments(delta["partial_json"])
+            else:
+                block |= {**delta, "type": block["type"]}
+            content.append(block | ({"signature": self.id} if "signature" in block else {}))
+        return MessageBody(self.id, self.model, content, *self._stop, TokenCounts.of(usage))
+
+    def event(self, choice: ChatChoice, usage: Callable[[], Usage]) -> bytes:
+        events = []
+        if self._type is None:
+            message = MessageBody(self.id, self.model, [], None, None, TokenCounts.of(usage()))
+            events, self._type = [MessageEvent("message_start", message)], ""
+        for block, delta in _gained(choice.delta):
+            if block["type"] != self._type or block.get("id"):
+                events += self._close()
+                self._type, self._index = block["type"], self._index + 1
+                events.append(MessageEvent("content_block_start", None, self._index, block))
+            events.append(MessageEvent("content_block_delta", None, self._index, None, delta))
+        return b"".join(map(_event, events))
+
+    def end(self, usage: Usage) -> bytes:
+        ending = dict(zip(("stop_reason", "stop_sequence"), self._stop, strict=True))
+        last = MessageEvent("message_delta", delta=ending, usage=TokenCounts.of(usage))
+        return b"".join(map(_event, (*self._close(), last, MessageEvent("message_stop"))))
+
+    def _close(self) -> list[MessageEvent]:
+        """Return the events that end the block which gains, if there is one."""
+        events = [MessageEvent("content_block_stop", index=self._index)] if self._type else []
+        if self._type == "thinking":
+            signed = {"type": "signature_delta", "signature": self.id}
+            events.insert(0, MessageEvent("content_block_delta", None, self._index, None, signed))
+        return events
+
+
+def _gained(message: ChatMessage | UnsetType) -> Iterator[tuple[Object, Object]]:
+    """Return the blocks that a message gained, as they begin, and the deltas of their texts."""
+    if not message:
+        return
+    if thought := message.reasoning_content:
+        begun: Object = {"type": "thinking", "thinking": "", "signature": ""}
+        yield begun, {"type": "thinking_delta", "thinking": thought}
+    if text := message.content:
+        yield {"type": "text", "text": ""}, {"type": "text_delta", "text": text}
+    for call in message.tool_calls or ():
+        begun = {"type": "tool_use", "id": call.id, "name": call.function.name, "input": {}}
+        yield begun, {"type": "input_json_delta", "partial_json": call.function.arguments}
+
+
+OPERATIONS: Mapping[tuple[str, str], Operation] = {
+    ("POST", "/v1/messages"): Operation(
+        messages, MessageBody, MessagesRequest, MessageEvent, dialect=_MessagesDialect()
+    ),
+    ("POST", "/v1/messages/count_tokens"): Operation(
+        count_tokens, TokenCount, CountTokensRequest, dialect=_MessagesDialect()
+    ),
+}
