@@ -10,14 +10,14 @@ import os
 import re
 import sys
 import tomllib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 INTERRUPTED = 130
 """Exit status after SIGINT: 128 + 2, as in a shell."""
 
 
-CONFIG_FLAG = "--config"
+VARIABLE_PREFIX = "STEPGRAPH_"
 _BOOLEANS = {
     **dict.fromkeys(("true", "yes", "on", "1"), True),
     **dict.fromkeys(("false", "no", "off", "0"), False),
@@ -41,58 +41,35 @@ class CommandParser(argparse.ArgumentParser):
         self,
         *,
         config_file: bool = False,
-        prefix: str | None = None,
-        other_variables: Collection[str] = (),
+        other_variables: Collection[str] | None = None,
         **settings: Any,
     ) -> None:
         """Make a parser.
 
         Args:
-            config_file: whether `--config FILE` names a TOML file with values of flags.
-            prefix: begins the environment variables that have values of flags, such as
-                `STEPGRAPH_`; None: the environment is not read. Variables replace values of the
-                file, and the command line replaces both.
-            other_variables: known variables with this prefix; others are warned about.
+            config_file: whether `--config FILE` names a TOML file whose keys are flags.
+            other_variables: reads variables `STEPGRAPH_...` of flags too, which replace values of
+                the file. Unknown ones are warned about, except these names without the prefix.
             settings: arguments of `ArgumentParser`.
         """
         super().__init__(**{"allow_abbrev": False, **settings})
-        self._prefix = prefix
-        self._other_variables = other_variables
-        self._reads_config = config_file
+        self._reads_config, self._other_variables = config_file, other_variables
         if config_file:
             text = "TOML file whose keys are flags, such as max-num-seqs = 8"
-            if prefix is not None:
-                example = f"{prefix}MAX_NUM_SEQS"
-                text += f"; variables such as {example}, and flags given here, replace its values"
-            self.add_argument(CONFIG_FLAG, metavar="FILE", help=text)
+            if other_variables is not None:
+                text += f"; variables such as {VARIABLE_PREFIX}MAX_NUM_SEQS, then flags replace it"
+            self.add_argument("--config", metavar="FILE", help=text)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse a command line, with defaults of the environment and the configuration file."""
-        if self._reads_config:
-            self._read_settings(sys.argv[1:] if args is None else args)
-        options = super().parse_args(args, namespace)
-        if self._reads_config:
-            del options.config  # it has been read
-        return options
-
-    def _read_settings(self, arguments: Sequence[str]) -> None:
-        """Make the values of the configuration file and of the environment the defaults."""
+        """Parse a command line, with defaults of the configuration file and the environment."""
+        if not self._reads_config:
+            return super().parse_args(args, namespace)
         flags = {
             next(iter(action.option_strings), action.dest).lstrip("-"): action
             for action in self._actions
-            if action.dest not in ("help", "config")
+            if action.dest != "help"
         }
-        given = self._variables(flags)
-        before = CommandParser(prog=self.prog, add_help=False)
-        before.add_argument(CONFIG_FLAG, default=given.pop("config", (None,))[0])
-        file = before.parse_known_args(arguments)[0].config
-        if file is not None:
-            written = {
-                key.replace("_", "-"): (value, f"{file}: {key}")
-                for key, value in self._read_file(file).items()
-            }
-            given = {**written, **given}
-        for name, (value, place) in given.items():
+        for name, value, place in self._settings(flags, sys.argv[1:] if args is None else args):
             if (action := flags.get(name)) is None:
                 (nearest,) = difflib.get_close_matches(name, flags, 1, 0)
                 self.error(f"{place} is not a flag of this command; the nearest is {nearest}")
@@ -101,39 +78,47 @@ class CommandParser(argparse.ArgumentParser):
             except (TypeError, ValueError, argparse.ArgumentTypeError) as error:
                 self.error(f"{place}: {error}")
             action.required = False
+        options = super().parse_args(args, namespace)
+        del options.config  # it has been read
+        return options
 
-    def _read_file(self, path: str) -> dict[str, Any]:
-        try:
-            with open(path, "rb") as file:
-                return tomllib.load(file)
-        except OSError as error:
-            self.error(f"{CONFIG_FLAG} {path} cannot be read: {error.strerror or error}")
-        except ValueError as error:  # also of UTF-8
-            self.error(f"{CONFIG_FLAG} {path} is not valid TOML: {error}")
+    def _settings(
+        self, flags: Mapping[str, argparse.Action], arguments: Sequence[str]
+    ) -> Iterator[tuple[str, Any, str]]:
+        """Yield (flag, value, place) of the configuration file, then of the environment.
 
-    def _variables(self, flags: Mapping[str, argparse.Action]) -> dict[str, tuple[Any, str]]:
-        """Return values and variables by flag, and warn about unknown variables.
-
-        An empty variable counts as unset. Lists are separated by spaces.
+        An empty variable counts as unset. Lists in variables are separated by spaces.
         """
-        found, unknown, prefix = dict[str, tuple[Any, str]](), [], self._prefix
-        if prefix is None:
-            return found
-        in_pod = f"{prefix}SERVICE_HOST" in os.environ
-        for variable, text in os.environ.items():
-            rest = variable.removeprefix(prefix)
-            if rest == variable or not text or (in_pod and _OF_KUBERNETES.match(rest)):
+        variables = {}
+        if self._other_variables is not None:
+            variables = {
+                name.removeprefix(VARIABLE_PREFIX): text
+                for name, text in os.environ.items()
+                if name.startswith(VARIABLE_PREFIX) and text
+            }
+        before = CommandParser(prog=self.prog, add_help=False)
+        before.add_argument("--config", default=variables.pop("CONFIG", None))
+        if (path := before.parse_known_args(arguments)[0].config) is not None:
+            try:
+                with open(path, "rb") as file:
+                    written = tomllib.load(file)
+            except (OSError, ValueError) as error:
+                self.error(f"--config {path} cannot be read: {error}")
+            for key, value in written.items():
+                yield key.replace("_", "-"), value, f"{path}: {key}"
+        unknown, in_pod = [], "SERVICE_HOST" in variables
+        for variable, text in variables.items():
+            name = variable.lower().replace("_", "-")
+            if in_pod and _OF_KUBERNETES.match(variable):
                 continue
-            name = rest.lower().replace("_", "-")
-            if name in flags or name == "config":
-                is_list = name in flags and flags[name].nargs not in _SINGLE
-                found[name] = text.split() if is_list else text, variable
-            elif variable not in self._other_variables:
-                unknown.append(variable)
+            if name in flags:
+                value = text if flags[name].nargs in _SINGLE else text.split()
+                yield name, value, VARIABLE_PREFIX + variable
+            elif variable not in (self._other_variables or ()):
+                unknown.append(VARIABLE_PREFIX + variable)
         if unknown:
             names = ", ".join(sorted(unknown))
             print(f"{self.prog}: warning: unknown variables: {names}", file=sys.stderr)
-        return found
 
     def error(self, message: str) -> NoReturn:
         """Print the message without the usage, which `--help` prints; exit with 2."""

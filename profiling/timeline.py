@@ -67,8 +67,8 @@ class Timeline:
     The operating system provides its pages when steps first write to them, one in 36 steps: all of
     them take milliseconds, which the start of an engine would wait for.
 
-    Not thread-safe, except `copy_since`: call the other methods in the thread that runs the steps,
-    or between steps.
+    Not thread-safe, except `copy_since` and `last`: call the other methods in the thread that runs
+    the steps, or between steps.
     """
 
     def __init__(self, capacity: int, *, is_async_device: bool = False) -> None:
@@ -133,6 +133,11 @@ class Timeline:
         # Steps recorded meanwhile have replaced the oldest; one of them may be uncounted yet.
         replaced = self._recorded + 1 - self.capacity - (end - count)
         return end, copied[max(replaced, 0) * _LAYOUT.size :]
+
+    def last(self, count: int) -> list[StepRecord]:
+        """Return at most the last `count` steps, oldest first. For any thread."""
+        _, copied = self.copy_since(max(self._recorded - count, 0))
+        return [*map(self._unpack, _LAYOUT.iter_unpack(copied))]
 
     def _copied(self, count: int, end: int) -> bytes:
         """Return the records of the last `count` of the first `end` steps, oldest first."""

@@ -31,13 +31,15 @@ import threading
 import zlib
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
 from . import attribution, ranges
 from .atomic_write import check_writable, write_file
 from .attribution import DeviceWork, KernelNames, Node, nodes_of_replay
+from .timeline import StepRecord
 
 SUFFIX = ".json.gz"
 """Suffix of a trace; viewers need it."""
@@ -77,6 +79,19 @@ def torch_trace(path: Path | str, names: KernelNames | None = None) -> Iterator[
         WriteError: the file cannot be written.
         TraceError: its name ends otherwise, or torch's profiler is already running.
     """
+    with trace_recording(path, names) as write:
+        yield
+    write()
+
+
+@contextlib.contextmanager
+def trace_recording(
+    path: Path | str, names: KernelNames | None = None
+) -> Iterator[Callable[[], None]]:
+    """Record as `torch_trace`, and yield the function that writes the trace after the block.
+
+    One thread enters and leaves the block; any thread may write.
+    """
     path = Path(path)
     if not path.name.endswith(SUFFIX):
         raise TraceError(f"cannot write {path}: the name of a trace ends in {SUFFIX}")
@@ -85,7 +100,7 @@ def torch_trace(path: Path | str, names: KernelNames | None = None) -> Iterator[
     from torch.profiler import ProfilerActivity, profile
 
     if torch.autograd.profiler._is_profiler_enabled:  # a second one would silently replace it
-        raise TraceError(f"cannot write {path}: torch's profiler is already running")
+        raise TraceError(f"cannot write {path}: torch's profiler runs already: end it first")
     on_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]
     # An engine may run in another thread.
@@ -95,20 +110,47 @@ def torch_trace(path: Path | str, names: KernelNames | None = None) -> Iterator[
         torch.cuda.synchronize()
     profiler.start()
     recorder = _Recorder()
+
+    def write() -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            exported = Path(folder, "trace.json")
+            profiler.export_chrome_trace(str(exported))
+            document = json.loads(exported.read_bytes())
+        annotate(document, names)
+        document["traceName"] = path.name  # not the file in the folder it was exported to
+        write_file(path, gzip.compress(json.dumps(document, separators=(",", ":")).encode()))
+
     try:
         with ranges.listening(recorder), attribution.listening(recorder):
-            yield
+            yield write
         if on_cuda:
             torch.cuda.synchronize()
     finally:
         profiler.stop()
-    with tempfile.TemporaryDirectory() as folder:
-        exported = Path(folder, "trace.json")
-        profiler.export_chrome_trace(str(exported))
-        document = json.loads(exported.read_bytes())
-    annotate(document, names)
-    document["traceName"] = path.name  # not the file in the folder it was exported to
-    write_file(path, gzip.compress(json.dumps(document, separators=(",", ":")).encode()))
+
+
+def timeline_trace(records: Iterable[StepRecord]) -> dict[str, Any]:
+    """Return the steps of a timeline as a trace in the Chrome format, with their phases.
+
+    Times are on the clock of `time.perf_counter_ns`. The device time of an asynchronous device is
+    an argument of its step only, since the timeline does not say when it began.
+    """
+    row = {"pid": 1, "tid": 1}
+    events: list[Event] = [{"ph": "M", "name": "thread_name", "args": {"name": "steps"}, **row}]
+
+    def add(name: str, began_ns: int, ns: int, args: dict[str, Any]) -> int:
+        times = {"ts": began_ns / 1e3, "dur": ns / 1e3}
+        events.append({"ph": "X", "name": name, "args": args, **times, **row})
+        return began_ns + ns
+
+    for record in records:
+        now = record.started_ns
+        add(ranges.STEP, now, record.ended_ns - now, asdict(record))
+        for phase in ("plan", "launch", "device", "wait", "commit"):
+            duration = getattr(record, f"{phase}_ns")
+            if duration and not (phase == "device" and record.is_async_device):
+                now = add(phase, now, duration, {})
+    return {"traceEvents": events}
 
 
 def event_name(name: str, payload: Mapping[str, int | str]) -> str:

@@ -333,6 +333,15 @@ class AsyncEngine:
             raise self._thread.refusal(Phase.CLOSED) from error
         return await asyncio.wrap_future(future)
 
+    def run_between_steps(self, function: Callable[[], T]) -> Future[T]:
+        """Call a function between two steps, in the step thread. Any thread may call this method.
+
+        Raises `EngineNotStartedError` before the start; a closed engine calls the function at once.
+        """
+        check_type("function", function, Callable, "a function of no argument")
+        self._check_process()
+        return self._thread.run(function)
+
     async def drain(self, timeout: float | None = None) -> bool:
         """Refuse new requests and wait until the present ones have ended.
 
@@ -434,8 +443,7 @@ class AsyncEngine:
 
     async def _between_steps(self, operation: Callable[[], T]) -> T:
         """Call a function in the step thread, between two steps."""
-        self._check_process()
-        return await asyncio.wrap_future(self._thread.run(operation))
+        return await asyncio.wrap_future(self.run_between_steps(operation))
 
     def _start(self) -> None:
         self._check_process()

@@ -9,6 +9,7 @@ import inspect
 import sys
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -22,7 +23,8 @@ from ...prompt_ids import too_long
 from ...sampling_params import MAX_TOKEN_ID
 from ..async_engine import AsyncEngine
 from ..health import Health
-from . import chat, completions, messages_api
+from ..profiler import Profiler
+from . import admin_api, chat, completions, messages_api
 from .exchange import BodyLimits, Endpoint, Exchange, HttpError, invalid
 from .generation import Operation, Service
 from .origins import check_origin
@@ -34,7 +36,7 @@ from .token_text import TokenTexts
 if TYPE_CHECKING:  # it needs prometheus-client
     from ..metrics import EngineMetrics
 
-OPEN_PATHS = frozenset({"/health", "/ready"})
+OPEN_PATHS = frozenset({"/health", "/ready", "/ping"})
 """Paths that need no API key: load balancers have none."""
 
 _SCHEMAS = "#/components/schemas/{name}"
@@ -89,6 +91,11 @@ async def health(service: Service, exchange: Exchange) -> None:
     """Respond with 200 if the engine lives, also while it loads; else with 503."""
     state = service.engine.health()
     await exchange.respond(state, status=200 if state.live else 503)
+
+
+async def ping(service: Service, exchange: Exchange) -> None:
+    """Respond as `/health`, for load balancers that expect this name."""
+    await health(service, exchange)
 
 
 async def ready(service: Service, exchange: Exchange) -> None:
@@ -170,12 +177,14 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("GET", "/v1/models"): Operation(models, Models),
     ("GET", "/v1/models/{name:path}"): Operation(model, Model),
     ("GET", "/health"): Operation(health, Health, statuses=(200, 503)),
+    ("GET", "/ping"): Operation(ping, Health, statuses=(200, 503)),
     ("GET", "/ready"): Operation(ready, Health, statuses=(200, 503)),
     ("GET", "/metrics"): Operation(metrics, None),
     ("GET", "/version"): Operation(version, Version),
     **completions.OPERATIONS,
     **chat.OPERATIONS,
     **messages_api.OPERATIONS,
+    **admin_api.OPERATIONS,
     ("POST", "/tokenize"): Operation(tokenize, Tokens, body=TokenizeRequest),
     ("POST", "/detokenize"): Operation(detokenize, Text, body=DetokenizeRequest),
 }
@@ -196,6 +205,8 @@ def app(
     tool_parser: str | None = None,
     reasoning_parser: str | None = None,
     page: bool = False,
+    admin: bool = False,
+    profile_dir: Path | None = None,
 ) -> ASGIApp:
     """Return the OpenAI-compatible HTTP service of an engine, to run or to mount.
 
@@ -213,6 +224,9 @@ def app(
             content.
         reasoning_parser: separates reasoning from answers, in the same way.
         page: whether to serve the page at `/`, which needs no API key itself.
+        admin: whether every client may use the endpoints for operators, such as `/start_profile`
+            and `/sleep`; otherwise only requests over a Unix socket.
+        profile_dir: the folder for traces of `/start_profile`; None: a temporary one.
 
     Raises:
         ConfigError: there is no model name, or one or an API key is empty; or there is no parser of
@@ -226,7 +240,9 @@ def app(
     make_output_parser(tool_parser, reasoning_parser)  # checks the names
     kinds = [each.body for each in OPERATIONS.values() if each.body and each.event]
     fields = UnknownFields(engine.config.unknown_fields, kinds)
-    service = Service(engine, tuple(model_names), fields, metrics, tool_parser, reasoning_parser)
+    parsers = tool_parser, reasoning_parser
+    profiler = Profiler(engine, profile_dir)
+    service = Service(engine, tuple(model_names), fields, metrics, *parsers, profiler)
     document = openapi_document(needs_key=bool(api_keys))
     digests = [hashlib.sha256(key.encode()).digest() for key in api_keys]
 
@@ -272,6 +288,13 @@ def app(
                 405,
                 f"{path} does not accept {method}: use {allowed}",
                 headers=((b"allow", allowed.encode()),),
+            )
+        if operation.admin and not (admin or exchange.over_unix_socket):
+            raise HttpError(
+                403,
+                f"{path} is for operators: start the server with --admin (app(admin=True)), or send"
+                " the request over a Unix socket (--uds)",
+                kind="permission_error",
             )
         await operation.handler(service, exchange)
 
@@ -321,6 +344,10 @@ def openapi_document(*, needs_key: bool) -> _Json:
         if parameters:
             text = {"in": "path", "required": True, "schema": {"type": "string"}}
             made["parameters"] = [{"name": name, **text} for name in parameters]
+        for field in msgspec.structs.fields(operation.query) if operation.query else ():
+            schema = msgspec.json.schema(field.type) | {"default": field.default}
+            described = {"name": field.name, "in": "query", "schema": schema}
+            made.setdefault("parameters", []).append(described)
         if needs_key and path not in OPEN_PATHS:
             made["security"] = [{"key": []}]
         paths.setdefault(shown, {})[method.lower()] = made

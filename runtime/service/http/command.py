@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -34,11 +35,8 @@ from ...tools.arguments import (
 from ..service_config import ServiceConfig
 
 API_KEY_VARIABLE = "STEPGRAPH_API_KEY"
-VARIABLE_PREFIX = "STEPGRAPH_"
-OTHER_VARIABLES = tuple(
-    f"{VARIABLE_PREFIX}{name}" for name in ("COMMIT", "KERNEL_DIR", "QUIET", "STARTED_NSYS")
-)
-"""Variables that are read elsewhere."""
+OTHER_VARIABLES = ("COMMIT", "KERNEL_DIR", "QUIET", "STARTED_NSYS")
+"""Variables `STEPGRAPH_...` that are read elsewhere."""
 PROGRAM = "stepgraph serve"
 LOG_LEVELS = ("debug", "info", "warning", "error")
 ENGINE_DEFAULTS: dict[str, Any] = {"freeze_gc": True}
@@ -139,7 +137,6 @@ def make_parser() -> CommandParser:
     """Return the parser of the command line."""
     parser = CommandParser(
         config_file=True,
-        prefix=VARIABLE_PREFIX,
         other_variables=OTHER_VARIABLES,
         prog=PROGRAM,
         description=_DESCRIPTION,
@@ -177,6 +174,9 @@ def make_parser() -> CommandParser:
     flag("--page", default=True, help="serve a page with a chat at / (default: yes)")
     flag("--vllm-metric-names", help="repeat metrics under vLLM's names, for its dashboards")
     flag("--trace", help="make OpenTelemetry spans; run with opentelemetry-instrument")
+    flag("--admin", help="let clients profile, reset the prefix cache and put the engine to sleep")
+    traces = "folder for traces of POST /start_profile (default: a temporary one)"
+    http.add_argument("--profile-dir", type=Path, metavar="DIR", help=traces)
     text("--ssl-certfile", metavar="FILE", help="certificate, for TLS")
     text("--ssl-keyfile", metavar="FILE", help="private key of the certificate")
 

@@ -16,10 +16,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import cache
 from typing import Any, TypeVar
+from urllib.parse import parse_qsl
 
 import msgspec
 from starlette.types import Receive, Scope, Send
 
+from ....profiling.nsys import CaptureWindowError
+from ....profiling.trace import TraceError
 from ...bounded_repr import bounded_text
 from ...errors import (
     EngineNotStartedError,
@@ -123,6 +126,8 @@ def _http_error(error: Exception, param_of: Callable[[RequestError], str | None]
             return HttpError(400, str(error), param=param_of(error), code=error.code)
         case StructuredOutputError():
             return HttpError(400, str(error))
+        case TraceError() | CaptureWindowError():
+            return HttpError(409, str(error))
         case OverloadedError():
             seconds = math.ceil(min(max(error.retry_after, 1), MAX_RETRY_SECONDS))
             headers = ((b"retry-after", b"%d" % seconds),)
@@ -149,7 +154,7 @@ T = TypeVar("T")
 
 MAX_LOGGED_CHARS = 200
 """Of a path or an error in the access log."""
-POLLED = ("/health", "/ready", "/metrics")
+POLLED = ("/health", "/ready", "/metrics", "/ping", "/load")
 """Paths that monitors request every few seconds: their records have the level DEBUG."""
 
 BODY_SECONDS = 60.0
@@ -233,10 +238,24 @@ class Exchange:
         return None if value is None else value.decode("latin-1")
 
     @property
+    def over_unix_socket(self) -> bool:
+        """Whether it came over a Unix socket, whose address has a path and no port."""
+        host, port = self.scope.get("server") or ("", None)
+        return port is None and "/" in host
+
+    @property
     def path(self) -> str:
         """The path below the prefix that the application is mounted at."""
         path: str = self.scope["path"]
         return path.removeprefix(self.scope.get("root_path", "").rstrip("/"))
+
+    def query(self, kind: type[T]) -> T:
+        """Return the query of the path, or raise `HttpError`; its other fields are ignored."""
+        given = dict(parse_qsl(self.scope["query_string"].decode("latin-1")))
+        try:
+            return msgspec.convert(given, kind, strict=False)
+        except msgspec.ValidationError as error:
+            raise _invalid_body(error) from error
 
     async def read(
         self, kind: type[T], check: Callable[[bytearray, type], None] | None = None

@@ -24,6 +24,7 @@ from ...prompt_ids import too_long
 from ...sampling_params import SamplingParams
 from ..async_engine import AsyncEngine
 from ..consumers import AsyncStream
+from ..profiler import Profiler
 from ..request_handle import Delta
 from .exchange import OPENAI, Dialect, Exchange, HttpError, encode, event
 from .requests import SamplingRequest, StreamOptions, UnknownFields
@@ -47,6 +48,7 @@ class Service:
     metrics: EngineMetrics | None
     tool_parser: str | None  # names for `make_output_parser`
     reasoning_parser: str | None
+    profiler: Profiler
     created: int = field(default_factory=lambda: int(time.time()))
 
     def tokenizer(self, field: str = "prompt") -> TextTokenizer:
@@ -98,6 +100,8 @@ class Operation:
     event: type[msgspec.Struct] | None = None  # of each event, if the response can be a stream
     statuses: tuple[int, ...] = (200,)  # of a response; every other one is an error
     dialect: Dialect = OPENAI
+    query: type[msgspec.Struct] | None = None
+    admin: bool = False  # whether it is for operators only, see `app`
 
 
 class Answer(ABC, Generic[R]):

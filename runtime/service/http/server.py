@@ -240,6 +240,8 @@ def _uvicorn_config(options: argparse.Namespace, engine: AsyncEngine) -> uvicorn
             tool_parser=options.tool_parser,
             reasoning_parser=options.reasoning_parser,
             page=options.page,
+            admin=bool(options.admin),
+            profile_dir=options.profile_dir,
         ),
         http=partial(  # type: ignore[arg-type]  # uvicorn calls it like a class
             LimitedConnection, send_timeout=engine.config.send_timeout
