@@ -28,6 +28,7 @@ import gzip
 import json
 import tempfile
 import threading
+import warnings
 import zlib
 from bisect import bisect_right
 from collections import defaultdict
@@ -105,10 +106,12 @@ def trace_recording(
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]
     # An engine may run in another thread.
     config = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
-    profiler = profile(activities=activities, acc_events=True, experimental_config=config)
+    profiler = profile(activities=activities, experimental_config=config)
     if on_cuda:
         torch.cuda.synchronize()
-    profiler.start()
+    with warnings.catch_warnings():  # accumulated events (torch 2.11 warns without) delay `stop`
+        warnings.simplefilter("ignore")
+        profiler.start()
     recorder = _Recorder()
 
     def write() -> None:

@@ -49,6 +49,8 @@ class Profiler:
 
         Raises `TraceError` or `CaptureWindowError` if a profile runs in this process.
         """
+        if self._task is not None and not self._task.done():
+            raise TraceError("a profile is running: POST /stop_profile ends it")
         path = None if inside_nsys() else str(self._new_path())
         recording: AbstractContextManager[Callable[[], None] | None]
         recording = capture_window() if path is None else trace_recording(path)
