@@ -22,16 +22,15 @@ from .generation import Operation, Service
 
 
 class ProfileQuery(msgspec.Struct):
-    """The bounds of a profile, which ends at the first of them."""
+    """The time after which a profile ends, unless `/stop_profile` ends it."""
 
-    num_steps: Annotated[int, msgspec.Meta(ge=1, le=100_000)] = 1000
-    seconds: Annotated[float, msgspec.Meta(gt=0, le=3600)] = 60.0
+    seconds: Annotated[float, msgspec.Meta(gt=0, le=600)] = 10.0
 
 
 async def start_profile(service: Service, exchange: Exchange) -> None:
     """Record the next steps, and respond with the file that will have them."""
-    bounds = exchange.query(ProfileQuery)
-    await exchange.respond(await service.profiler.start(bounds.num_steps, bounds.seconds))
+    seconds = exchange.query(ProfileQuery).seconds
+    await exchange.respond(await service.profiler.start(seconds))
 
 
 async def stop_profile(service: Service, exchange: Exchange) -> None:

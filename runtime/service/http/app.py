@@ -289,7 +289,9 @@ def app(
                 f"{path} does not accept {method}: use {allowed}",
                 headers=((b"allow", allowed.encode()),),
             )
-        if operation.admin and not (admin or exchange.over_unix_socket):
+        host, port = exchange.scope.get("server") or ("", None)
+        over_unix_socket = port is None and "/" in host  # a path, not a host without a port
+        if operation.admin and not (admin or over_unix_socket):
             raise HttpError(
                 403,
                 f"{path} is for operators: start the server with --admin (app(admin=True)), or send"

@@ -238,12 +238,6 @@ class Exchange:
         return None if value is None else value.decode("latin-1")
 
     @property
-    def over_unix_socket(self) -> bool:
-        """Whether it came over a Unix socket, whose address has a path and no port."""
-        host, port = self.scope.get("server") or ("", None)
-        return port is None and "/" in host
-
-    @property
     def path(self) -> str:
         """The path below the prefix that the application is mounted at."""
         path: str = self.scope["path"]
