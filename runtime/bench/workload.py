@@ -23,6 +23,7 @@ from ..engine.request_output import RequestOutput
 from ..errors import StepgraphError
 from ..models.config import DecoderConfig
 from ..sampling_params import SamplingParams
+from ..tools.step_costs import decode_roofline
 from .peers import Peer
 
 _SPIN = """
@@ -328,32 +329,4 @@ def summarize_repetitions(repetitions: Sequence[Sequence[float]]) -> dict[str, A
         "step_ms": Summary.of(samples).to_json(),
         "repetition_ms": medians,
         "spread": apart if len(medians) > 1 else None,
-    }
-
-
-def decode_roofline(
-    engine: Engine, contexts: Sequence[int], bandwidth: float, seconds: float
-) -> dict[str, float]:
-    """Return the `roofline` of a decode step in the JSON.
-
-    Decode is memory-bound: a step reads every weight once and the keys and values of every row, as
-    this engine stores them. These bytes divided by the read bandwidth are its least time; the
-    fraction is that time divided by the measured one, above 1 if the model fits into a cache.
-    Activations, sampling and the keys and values that a step writes are left out. The ranks of a
-    CPU share its bandwidth, so the bytes of all count; elsewhere the bytes of one rank.
-
-    Args:
-        engine: that runs the steps.
-        contexts: tokens that each row attends to, the newest included.
-        bandwidth: bytes per second that the device reads, measured.
-        seconds: measured time of the step.
-    """
-    kv_bytes = sum(map(engine.kv_bytes_read, contexts))
-    shared = engine.config.user.tensor_parallel if engine.config.device.type == "cpu" else 1
-    read = shared * (engine.weight_bytes_read(len(contexts)) + kv_bytes)
-    return {
-        "bytes_per_step": read,
-        "bandwidth_gb_s": bandwidth / 1e9,
-        "floor_ms": 1e3 * read / bandwidth,
-        "fraction": read / bandwidth / seconds,
     }

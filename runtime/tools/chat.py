@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import argparse
 import io
+import os
 import re
+import select
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import fields, replace
+from functools import cached_property
+from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from ...profiling.command_line import CommandParser, discard_stdout
+from ...profiling.stats import Summary
 from ..config import EngineConfig
 from ..errors import (
     CheckpointError,
@@ -35,9 +40,23 @@ if TYPE_CHECKING:
     from ..loading.chat_template import ChatPrompt, Message
 
 ENGINE_DEFAULTS: dict[str, Any] = {"max_num_seqs": 1}
-_PROMPT = ">>> "
-_COMMANDS = "/reset forgets the conversation, /stats shows the speed of the last answer"
-_KEYS = "Ctrl-C stops an answer; at the prompt it ends the program, as Ctrl-D does"
+_PROMPT, _CONTINUED = ">>> ", "... "
+_QUOTES = '"""'
+_HELP = """\
+/reset    forget the conversation
+/stats    show the speed of the last answer
+/help     show this text
+\\         at the end of a line: the message continues on the next one
+\"""       before and after a message of several lines; pasted lines are one message anyway
+Ctrl-C    stop the answer; at the prompt end the program, as Ctrl-D does
+"""
+_HISTORY_ENTRIES = 1000
+"""Messages that the file of the history keeps."""
+_PASTE_SECONDS = 0.02
+"""Pasted lines follow each other within this time."""
+_DIM, _PLAIN = "\x1b[2m", "\x1b[22m"
+_THINK, _THOUGHT = "<think>", "</think>"
+"""The tags of a model's reasoning, each of them one token."""
 _CHAT = f"""\
 Chat with a model. The answer appears while it is decoded.
 
@@ -45,14 +64,13 @@ Chat with a model. The answer appears while it is decoded.
 %(prog)s path/to/checkpoint --dtype bfloat16 --temperature 0
 %(prog)s smollm2 < questions.txt   a line in, an answer out
 
-{_COMMANDS}.
-{_KEYS}.
-"""
+{_HELP}"""
 _RUN = """\
 Print the answer to one prompt.
 
 %(prog)s smollm2 "Why is the sky blue?"
 %(prog)s demo "def main("
+%(prog)s smollm2 - < prompt.txt   the prompt is all of stdin
 """
 _EPILOG = """\
 A model without a chat template continues each text on its own. Chat templates need the extra chat.
@@ -70,9 +88,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def talk(session: Session, options: argparse.Namespace) -> bool:
         if interactive:
-            note(f"{options.model}. {_COMMANDS}.\n{_KEYS}.")
-        refused = [line for line in _lines(_PROMPT * interactive) if not session.enter(line)]
-        return not refused
+            note(f"{options.model}: /help lists the commands, Ctrl-D ends the program")
+        with _history() if interactive else nullcontext():
+            texts = _messages(_PROMPT * interactive)
+            return not [text for text in texts if not session.enter(text)]
 
     return _start(parser, arguments, talk, interactive=interactive)
 
@@ -81,8 +100,17 @@ def run(arguments: Sequence[str] | None = None) -> int:
     """Answer the prompt of the command line; return the exit status."""
     parser = _parser("stepgraph run", _RUN)
     parser.add_argument("model", type=non_empty, help=MODEL_HELP)
-    parser.add_argument("prompt", type=non_empty, help="the message, or the text to continue")
-    return _start(parser, arguments, lambda session, options: session.ask(options.prompt))
+    prompt = "the message, or the text to continue; -: all of stdin"
+    parser.add_argument("prompt", type=non_empty, help=prompt)
+
+    def answer(session: Session, options: argparse.Namespace) -> bool:
+        text = options.prompt
+        if text == "-" and not (text := sys.stdin.read().removesuffix("\n")):
+            note("stepgraph run: error: stdin is empty: pipe a prompt into it")
+            return False
+        return session.ask(text)
+
+    return _start(parser, arguments, answer)
 
 
 def _parser(program: str, description: str) -> CommandParser:
@@ -135,15 +163,66 @@ def _start(
         return 2 if isinstance(error, ConfigError) else 1
 
 
-def _lines(prompt: str) -> Iterator[str]:
-    """Yield the lines of stdin; with a prompt, which readline lets a user edit, until Ctrl-C."""
-    with suppress(ImportError):
-        import readline  # noqa: F401  used by `input`
+@contextmanager
+def _history() -> Iterator[None]:
+    """Let readline edit lines, and find the messages of earlier chats; kept as far as possible."""
+    try:
+        import readline
+    except ImportError:
+        yield
+        return
+    state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
+    path = Path(state, "stepgraph", "chat_history")
+    with suppress(OSError):
+        readline.read_history_file(path)
+    readline.set_history_length(_HISTORY_ENTRIES)
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            readline.write_history_file(path)
+
+
+def _messages(prompt: str = "") -> Iterator[str]:
+    """Yield the messages of stdin; with a prompt, of a terminal until Ctrl-C."""
     with suppress(EOFError, *([KeyboardInterrupt] if prompt else [])):
         while True:
-            yield input(prompt)
+            yield _read_message(prompt)
     if prompt:
         print()
+
+
+def _read_message(prompt: str) -> str:
+    """Read a line, or the lines of one message: see `_HELP`.
+
+    Ctrl-C in a later line drops the message. Raises `EOFError` and `KeyboardInterrupt` as `input`.
+    """
+    text = input(prompt)
+    quoted = text.lstrip().startswith(_QUOTES)
+
+    def continues() -> bool:
+        if quoted:
+            return not text.strip().removeprefix(_QUOTES).endswith(_QUOTES)
+        if text.endswith("\\") or not prompt:
+            return text.endswith("\\")
+        # Lines that follow at once were pasted, on a terminal that does not mark that.
+        return bool(select.select([sys.stdin], [], [], _PASTE_SECONDS)[0])
+
+    try:
+        while continues():
+            begun = text if quoted else text.removesuffix("\\")
+            text = f"{begun}\n{input(_CONTINUED if prompt else '')}"
+    except EOFError:
+        pass
+    except KeyboardInterrupt:
+        if not prompt:
+            raise
+        print()
+        return ""
+    if not quoted:
+        return text
+    return text.strip().removeprefix(_QUOTES).removesuffix(_QUOTES).strip("\n")
 
 
 def note(text: str) -> None:
@@ -182,6 +261,7 @@ class Session:
             )
         self._engine = engine
         self._interactive = interactive
+        self._dims = interactive and os.environ.get("TERM") != "dumb"
         self._has_template = bool(engine.tokenizer.chat_templates)
         if not self._has_template:
             if system is not None:
@@ -208,9 +288,12 @@ class Session:
         if command == "/reset":
             self._messages = self._first
         elif command == "/stats":
-            note("no answer yet" if self._last is None else speed(self._last))
+            last = self._last
+            note("no answer yet" if last is None else speed(last, self._share(last)))
+        elif command == "/help":
+            note(_HELP.rstrip())
         elif re.fullmatch(r"/\w+", command):
-            note(f"unknown command {command}. {_COMMANDS}")
+            note(f"unknown command {command}: /help lists the commands")
             return False
         elif command:
             return self.ask(line)
@@ -257,24 +340,63 @@ class Session:
                 name = self._engine.add_request(prompt, self._params)
                 while output is None or not output.finished:
                     for output in self._engine.step():
-                        print(output.delta.text, end="", flush=True)
+                        print(self._dimmed(output), end="", flush=True)
                     if call.interrupted:
                         self._engine.abort(name)
         except KeyboardInterrupt:
             if not self._interactive or output is None or not output.finished:
                 raise
-        print(" [stopped]" if output.finish_reason == "abort" else "", flush=True)
+        end = _PLAIN * self._dims
+        print(f"{end}{' [stopped]' if output.finish_reason == 'abort' else ''}", flush=True)
         return output
 
+    def _dimmed(self, output: RequestOutput) -> str:
+        """Return the next text of an answer, its reasoning dimmed on a terminal."""
+        text, tokenizer = output.delta.text, self._engine.tokenizer
+        if not self._dims or tokenizer is None:
+            return text
+        text = text.replace(_THINK, _DIM + _THINK).replace(_THOUGHT, _THOUGHT + _PLAIN)
+        if len(output.token_ids) == len(output.delta.token_ids):  # the first one
+            end = tokenizer.decode(output.prompt_token_ids[-16:], skip_special_tokens=False)
+            text = _DIM * end.rstrip().endswith(_THINK) + text
+        return text
 
-def speed(output: RequestOutput) -> str:
-    """Return the speed of an answer, and how much of its prompt was in the prefix cache."""
+    def _share(self, output: RequestOutput) -> float | None:
+        """Return the part of the memory bandwidth that the median step reached, if it is known."""
+        from .step_costs import decode_roofline
+
+        gaps = output.timing.itl_ms if output.timing else []
+        if not gaps or self._engine.config.speculation or self._bandwidth is None:
+            return None  # with speculation a step has several tokens
+        context = len(output.prompt_token_ids) + len(output.token_ids) // 2
+        seconds = Summary.of(gaps).p50 / 1e3
+        return decode_roofline(self._engine, [context], self._bandwidth, seconds)["fraction"]
+
+    @cached_property
+    def _bandwidth(self) -> float | None:
+        """Bytes that the device reads per second; None if it lacks memory to measure that."""
+        from ...profiling.bandwidth import measure_read_bandwidth
+
+        try:
+            return measure_read_bandwidth(self._engine.config.device, repeats=5)
+        except RuntimeError:
+            return None
+
+
+def speed(output: RequestOutput, share: float | None = None) -> str:
+    """Return the speed of an answer, and how much of its prompt was in the prefix cache.
+
+    `share` is the part of the memory bandwidth that its median step reached, if known.
+    """
     timing, tokens = output.timing, len(output.token_ids)
     cached = f"{output.cached_tokens} of {len(output.prompt_token_ids)} prompt tokens cached"
     if timing is None:
         return f"no tokens; {cached}"
     milliseconds = fmean(timing.itl_ms or [0.0]) or timing.ttft_ms
+    steps = Summary.of(timing.itl_ms or [timing.ttft_ms])
+    tail = "" if steps.p99 is None else f", p99 {steps.p99:.2f}"
+    limit = "" if share is None else f", {share:.0%} of the memory bandwidth"
     return (
-        f"{tokens} tokens, {1000 / milliseconds:.1f} tokens/s, {milliseconds:.2f} ms/token; first"
-        f" token after {timing.ttft_ms:.1f} ms; {cached}"
+        f"{tokens} tokens, {1000 / milliseconds:.1f} tokens/s, {milliseconds:.2f} ms/token (p50"
+        f" {steps.p50:.2f}{tail}){limit}; first token after {timing.ttft_ms:.1f} ms; {cached}"
     )

@@ -1,4 +1,4 @@
-"""The roofline of decode steps on GPUs, operation by operation, without loading the model.
+"""The roofline of decode steps: of an engine; on GPUs by operation, without loading the model.
 
 A decode step is `begin`, the operations of each layer that `kernels/triton/fusion.py` finds in the
 plan of the model, `final_norm`, `head` and `greedy`. It must read each weight once and the keys and
@@ -12,7 +12,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -33,6 +33,9 @@ from ..models.plan import model_plan, parameter_bytes
 from ..models.resolved_config import ResolvedConfig
 from ..models.sharding import shard_plan
 from .memory_report import describe_experts, describe_stored, num_rows
+
+if TYPE_CHECKING:
+    from ..engine.engine import Engine
 
 
 class StepBytes(NamedTuple):
@@ -123,6 +126,34 @@ def operation_bytes(
         for read in step_bytes(plan, config, rows=rows, context=context):
             total[read.name] += read.total
     return dict(total)
+
+
+def decode_roofline(
+    engine: Engine, contexts: Sequence[int], bandwidth: float, seconds: float
+) -> dict[str, float]:
+    """Return the `roofline` of a decode step in the JSON.
+
+    Decode is memory-bound: a step reads every weight once and the keys and values of every row, as
+    this engine stores them. These bytes divided by the read bandwidth are its least time; the
+    fraction is that time divided by the measured one, above 1 if the model fits into a cache.
+    Activations, sampling and the keys and values that a step writes are left out. The ranks of a
+    CPU share its bandwidth, so the bytes of all count; elsewhere the bytes of one rank.
+
+    Args:
+        engine: that runs the steps.
+        contexts: tokens that each row attends to, the newest included.
+        bandwidth: bytes per second that the device reads, measured.
+        seconds: measured time of the step.
+    """
+    kv_bytes = sum(map(engine.kv_bytes_read, contexts))
+    shared = engine.config.user.tensor_parallel if engine.config.device.type == "cpu" else 1
+    read = shared * (engine.weight_bytes_read(len(contexts)) + kv_bytes)
+    return {
+        "bytes_per_step": read,
+        "bandwidth_gb_s": bandwidth / 1e9,
+        "floor_ms": 1e3 * read / bandwidth,
+        "fraction": read / bandwidth / seconds,
+    }
 
 
 def resolve_fused(source: str | Path, config: EngineConfig) -> tuple[ModelConfig, ResolvedConfig]:

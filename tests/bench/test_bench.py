@@ -26,10 +26,10 @@ from stepgraph.runtime.bench.workload import (
     BenchmarkCase,
     EngineRun,
     decode_batch,
-    decode_roofline,
     equal_share,
 )
 from stepgraph.runtime.kernels.cpu.features import cpu_features
+from stepgraph.runtime.tools.step_costs import decode_roofline
 
 from ..rigs.bench_rig import ROOT, measured, run_bench
 from ..rigs.engine_rig import opened, parts_of

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -10,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +27,9 @@ from stepgraph.runtime.tools.chat import Session, speed
 from ..rigs.engine_rig import greedy, opened
 from ..rigs.service_rig import SECONDS
 
-TEMPLATE = "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}# answer:"
+TEMPLATE = """\
+{% for m in messages %}# {{ m.role }}: {{ m.content }}
+{% endfor %}# answer:{{ "<think>" if "think" in messages[-1].content }}"""
 PARAMS = greedy(8)
 FLAGS = ("--mode", "eager", "--device", "cpu", "--dtype", "float32", "--temperature", "0")
 
@@ -111,23 +114,26 @@ def test_a_model_without_a_template_continues_texts(capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("token_ms", "expected"),
     [
-        ((30, 40, 50, 60), "4 tokens, 100.0 tokens/s, 10.00 ms/token; first token after 30.0 ms"),
-        (
-            (20, 20),
-            "2 tokens, 50.0 tokens/s, 20.00 ms/token; first token after 20.0 ms",
-        ),  # one step
-        ((25,), "1 tokens, 40.0 tokens/s, 25.00 ms/token; first token after 25.0 ms"),
+        ((30, 40, 60, 90), "4 tokens, 50.0 tokens/s, 20.00 ms/token (p50 20.00)"),
+        (range(5, 506, 5), "101 tokens, 200.0 tokens/s, 5.00 ms/token (p50 5.00, p99 5.00)"),
+        ((20, 20), "2 tokens, 50.0 tokens/s, 20.00 ms/token (p50 0.00)"),  # one step
+        ((25,), "1 tokens, 40.0 tokens/s, 25.00 ms/token (p50 25.00)"),
         ((), "no tokens"),
     ],
 )
-def test_stats(token_ms: tuple[int, ...], expected: str) -> None:
+def test_stats(token_ms: Sequence[int], expected: str) -> None:
     output: Any = SimpleNamespace(
         timing=RequestTiming(0, [ms * 10**6 for ms in token_ms]) if token_ms else None,
         token_ids=list(token_ms),
         cached_tokens=16,
         prompt_token_ids=list(range(20)),
     )
-    assert speed(output) == f"{expected}; 16 of 20 prompt tokens cached"
+    shown = speed(output)
+    assert shown.startswith(f"{expected};")
+    assert shown.endswith("; 16 of 20 prompt tokens cached")
+    if token_ms:
+        assert f"; first token after {token_ms[0]:.1f} ms;" in shown
+        assert "), 40% of the memory bandwidth;" in speed(output, 0.4)
 
 
 def command(*arguments: str | Path) -> list[str]:
@@ -150,12 +156,49 @@ def test_a_line_in_an_answer_out(checkpoint: Path, engine: Engine) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_messages_of_several_lines(checkpoint: Path, engine: Engine) -> None:
+    """A backslash before the end of a line, and blocks in quotes; the last one has no end."""
+    said = ["def f(\n    x", "import os\n\nimport re", "class A:", "/reset\nx = [\\\n"]
+    typed = (
+        'def f(\\\n    x\n"""import os\n\nimport re\n"""\n"""class A:"""\n"""\n/reset\nx = [\\\n'
+    )
+    done = subprocess.run(
+        command("chat", checkpoint, "--max-tokens", "8"),
+        input=typed.encode(),
+        capture_output=True,
+        check=False,
+        timeout=SECONDS,
+    )
+    spoken: list[str] = []
+    for text in (*said[:3], said[3].removesuffix("\n")):
+        spoken += [text, answer(engine, *spoken, text)]
+    assert done.stdout.decode() == "".join(f"{text}\n" for text in spoken[1::2])
+    assert done.returncode == 0, done.stderr
+
+
+def test_reasoning_is_dimmed_on_a_terminal(
+    engine: Engine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for term, begin, end in (("xterm", "\x1b[2m", "\x1b[22m"), ("dumb", "", "")):
+        monkeypatch.setenv("TERM", term)
+        assert Session(engine, "demo", PARAMS, interactive=True).ask("think")
+        assert capsys.readouterr().out == f"{begin}{answer(engine, 'think')}{end}\n"
+
+
 def test_run_prints_one_answer(
-    checkpoint: Path, engine: Engine, capsys: pytest.CaptureFixture[str]
+    checkpoint: Path,
+    engine: Engine,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     flags = [*FLAGS, "--max-tokens", "8"]
     assert chat.run([str(checkpoint), "def f(", *flags]) == 0
     assert capsys.readouterr().out == f"{answer(engine, 'def f(')}\n"
+    text = "def f(\n    x"
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{text}\n"))
+    assert chat.run([str(checkpoint), "-", *flags]) == 0
+    assert capsys.readouterr().out == f"{answer(engine, text)}\n"
+    assert chat.run([str(checkpoint), "-", *flags]) == 1  # no more of it
     assert chat.run([str(checkpoint), "word " * 3000, *flags]) == 1
     assert chat.run(["preset:smollm2-135m", "def f(", *flags, "--max-model-len", "64"]) == 1
     assert chat.run([str(checkpoint / "missing"), "def f(", *flags]) == 1
@@ -187,13 +230,13 @@ os.execv(sys.argv[2], sys.argv[2:])
 class Terminal:
     """A command on a pseudo terminal, in a session of its own."""
 
-    def __init__(self, *arguments: str | Path) -> None:
+    def __init__(self, state: Path, *arguments: str | Path, term: str = "dumb") -> None:
         # The other end stays open: reading fails while no process has it.
         self._keys, self._other_end = os.openpty()
         launcher = [sys.executable, "-c", ON_TERMINAL, os.ttyname(self._other_end)]
         self.process = subprocess.Popen(
             [*launcher, *command(*arguments)],
-            env=os.environ | {"TERM": "dumb"},
+            env=os.environ | {"TERM": term, "XDG_STATE_HOME": str(state)},
             start_new_session=True,
         )
         self.shown = ""
@@ -219,11 +262,11 @@ class Terminal:
 
 
 @pytest.fixture
-def on_terminal() -> Iterator[Callable[..., Terminal]]:
+def on_terminal(tmp_path: Path) -> Iterator[Callable[..., Terminal]]:
     terminals: list[Terminal] = []
 
-    def start(*arguments: str | Path) -> Terminal:
-        terminals.append(Terminal(*arguments))
+    def start(*arguments: str | Path, term: str = "dumb") -> Terminal:
+        terminals.append(Terminal(tmp_path, *arguments, term=term))
         return terminals[-1]
 
     yield start
@@ -231,7 +274,7 @@ def on_terminal() -> Iterator[Callable[..., Terminal]]:
         terminal.close()
 
 
-CTRL_C, CTRL_D = "\x03", "\x04"
+CTRL_C, CTRL_D, UP = "\x03", "\x04", "\x1b[A"
 
 
 def test_ctrl_c_stops_the_answer_and_at_the_prompt_the_program(
@@ -269,3 +312,52 @@ def test_ctrl_d_ends_the_program_and_ctrl_c_one_answer(
     terminal.wait_for(">>> ")
     terminal.press(CTRL_D)
     assert terminal.process.wait(SECONDS) == 0
+
+
+@pytest.mark.parametrize(
+    ("term", "pasted"),
+    [("dumb", "import os\rimport re"), ("xterm", "\x1b[200~import os\rimport re\x1b[201~")],
+)
+def test_pasted_lines_are_one_message(
+    checkpoint: Path,
+    engine: Engine,
+    on_terminal: Callable[..., Terminal],
+    tmp_path: Path,
+    term: str,
+    pasted: str,
+) -> None:
+    """A later program finds them in its history, which only the user can read."""
+    expected = answer(engine, "import os\nimport re").replace("\n", "\r\n")
+    flags = ("--max-tokens", "8")
+    terminal = on_terminal("chat", checkpoint, *flags, term=term)
+    terminal.wait_for(">>> ")
+    terminal.press(pasted)
+    terminal.wait_for("import re")
+    terminal.press("\r")
+    terminal.wait_for(expected)
+    terminal.wait_for(">>> ")
+    terminal.press("def f(\\\r")
+    terminal.wait_for("... ")
+    terminal.press(f"x{CTRL_C}")  # drops what was typed
+    terminal.wait_for(">>> ")
+    terminal.press("/help\r")
+    terminal.wait_for("/reset")
+    terminal.wait_for(">>> ")
+    terminal.press("/nothing\r")
+    terminal.wait_for("unknown command /nothing")
+    terminal.wait_for(">>> ")
+    terminal.press(CTRL_D)
+    assert terminal.process.wait(SECONDS) == 1  # one entry was refused
+    path = tmp_path / "stepgraph" / "chat_history"
+    assert path.read_text().startswith("import os\nimport re\n")
+    assert path.stat().st_mode & 0o77 == 0
+    path.write_text("".join(f"line {number}\n" for number in range(2000)))
+    later = on_terminal("chat", checkpoint, *flags, term=term)
+    later.wait_for(">>> ")
+    later.press(UP)
+    later.wait_for("line 1999")
+    later.press("\r")
+    later.wait_for(">>> ")
+    later.press(CTRL_D)
+    assert later.process.wait(SECONDS) == 0
+    assert len(path.read_text().splitlines()) == 1000
