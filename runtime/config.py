@@ -121,8 +121,9 @@ class EngineConfig:
             `dtype` for another one.
         activation_dtype: `int8` rounds the inputs of products over the codes of weights, with a
             scale for each group of the weight, which is faster and costs accuracy; on CPUs with
-            AVX512-VNNI, for quantised checkpoints and `weight_dtype="int4"`. Levels that are not
-            consecutive integers (fp4, e4m3, IQ4) are multiplied in `dtype`, as all are with `auto`.
+            AVX512-VNNI, for quantised checkpoints and other values of `weight_dtype`. Levels that
+            are not consecutive integers (fp4, e4m3, IQ4) are multiplied in `dtype`, as all are with
+            `auto`.
         kv_dtype: dtype of the cache: `int8` or `fp8` (e4m3), with a scale for each token and head;
             `auto` is `dtype`.
         model_impl: where the layers of the model come from. `native`: a model family of this

@@ -171,7 +171,7 @@ class SteadyScenario:
         """Measure each case of each engine; `eager` holds the tokens from eager mode."""
         check = None
         if self.checks:
-            unpacked = [engine for engine in engines if engine.decoder.kernels.pack is None]
+            unpacked = [e for e in engines if e.decoder.kernels.pack_parts is None]
             check = TokenCheck((unpacked or engines)[0], model)
         for number, case in enumerate(self.grid, 1):
             about = f"{case.batch_size} rows after {case.input_len} tokens"

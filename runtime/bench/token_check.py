@@ -57,7 +57,7 @@ class TokenCheck:
         self._model: DecoderModel
         if isinstance(engine.model_config, ModelConfig):
             self._model = reference = Decoder(engine.model_config, *sizes)
-            if isinstance(served, Decoder) and served.kernels.pack is None:
+            if isinstance(served, Decoder) and served.kernels.pack_parts is None:
                 _share_weights(served, reference)
             else:
                 with ExitStack() as open_files:  # read again, or drawn again as the engine did

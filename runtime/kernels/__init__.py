@@ -24,8 +24,8 @@ from .ops.attention import AttentionForm, paged_attention, reference_paged_atten
 from .ops.batch import LayerPlace, RaggedBatch
 from .ops.experts import Experts, Routing, reference_experts
 from .ops.experts_operator import opaque_experts, packed_experts
-from .ops.linear import can_pack, pack_linear, packed_linear, reference_linear
-from .ops.packed_parts import pack_parts, parts_bytes
+from .ops.linear import packed_linear, reference_linear
+from .ops.packed_parts import can_pack, pack_parts, parts_bytes
 from .ops.stack import DecoderStack, DecodeStep, Stack, stack_obstacle
 from .packed_memory import PackedMemory
 from .support import (
@@ -91,7 +91,6 @@ def select_kernels(
         attention=attention,
         linear=reference_linear,
         experts=reference_experts if plain else opaque_experts,
-        pack=None,
         bounded_by_length=native_attention,
         masks=0 if native_attention else 1,
         weights=weights,
@@ -110,13 +109,12 @@ def batch_invariant_kernels(kernels: Kernels) -> Kernels:
 
 def _cpu_kernels(dtype: torch.dtype, weights: WeightStorage, *, load: bool) -> Kernels:
     library = load_cpu_ops() if load else None
-    packs = can_pack(weights.dtype or dtype) and can_pack(dtype)
+    packs = can_pack(dtype)
     return Kernels(
         name="cpu" if packs else "cpu, torch linear",
         attention=paged_attention,
         linear=packed_linear if packs else reference_linear,
         experts=packed_experts if packs else opaque_experts,
-        pack=pack_linear if packs else None,
         bounded_by_length=True,
         masks=0,
         weights=weights,
@@ -156,7 +154,7 @@ __all__ = [
     "packed_linear",
     "reference_experts",
     "reference_linear",
-    "pack_linear",
+    "pack_parts",
     "KernelBuildError",
     "batch_invariant_kernels",
     "build_cpu_ops",

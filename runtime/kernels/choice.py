@@ -32,14 +32,11 @@ class Kernels:
     attention: Callable[..., Tensor]
     """Signature of `ops.attention.reference_paged_attention`."""
     linear: Callable[[Tensor, Tensor, Tensor | None, int, Tensor | None], Tensor]
-    """`linear(x_TK, weight, bias_N or None, out_features, scales or None)`; the weight as `pack`
-    returns it, the scales as `WeightStorage.quantise` does."""
+    """`linear(x_TK, weight, bias_N or None, out_features, scales or None)`; the weight as
+    `pack_parts` packs it, or it and its scales as `WeightStorage.quantise` returns them."""
     experts: Callable[..., Tensor]
-    """Signature of `ops.experts.reference_experts`; the weights of each expert as `pack` returns
-    them, concatenated."""
-    pack: Callable[[Tensor], Tensor] | None
-    """Applied once to each `[N, K]` weight of a linear layer or of an expert; None: weights stay as
-    they are."""
+    """Signature of `ops.experts.reference_experts`; the weights of each expert as of `linear`,
+    concatenated."""
     bounded_by_length: bool
     """Whether the time of attention depends on the rows' lengths and not on the read width, so that
     steps need only one read width."""
@@ -59,10 +56,11 @@ class Kernels:
     weights: WeightStorage = MODEL
     """How the weights of linear layers are stored; 8-bit weights have scales."""
     pack_parts: Callable[[Parts, torch.dtype, Tensor], None] | None = None
-    """Packs a weight of a model in this dtype, of which some parts are codes, into uint8 memory of
-    `parts_bytes`; None: `store_parts` takes it, or weights are decoded while they are loaded."""
+    """Packs each weight of a linear layer or of an expert, of a model in this dtype, into uint8
+    memory of `parts_bytes`; None: weights are not packed."""
     store_parts: Callable[[Parts, torch.dtype], tuple[Tensor, Tensor]] | None = None
-    """Returns such a weight and its scales as `linear` takes them, in place of `pack_parts`."""
+    """Returns a weight of which parts are codes, and its scales, as `linear` takes them; None:
+    `pack_parts` takes it, or codes are decoded while they are loaded."""
     parts_bytes: Callable[[Parts, torch.dtype], int | None] = no_parts
     """The bytes that either makes of such parts, on any device; None: no kernel takes them, so they
     are decoded."""
@@ -89,4 +87,4 @@ class Kernels:
 
     def unpacked_bytes(self, n: int, k: int) -> int:
         """Temporary bytes of a linear layer that converts its `[n, k]` weight."""
-        return n * k * 4 if self.weights.dtype is not None and self.pack is None else 0
+        return n * k * 4 if self.weights.dtype is not None and self.pack_parts is None else 0

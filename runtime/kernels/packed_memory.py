@@ -30,7 +30,3 @@ class PackedMemory:
         part = self._free[:nbytes]
         self._free = self._free[-(-nbytes // _ALIGNMENT) * _ALIGNMENT :]
         return part
-
-    def place(self, tensor: Tensor) -> Tensor:
-        """Return a copy of a contiguous tensor on cache lines of its own."""
-        return self.take(tensor.nbytes).view(tensor.dtype).view(tensor.shape).copy_(tensor)

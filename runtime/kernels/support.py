@@ -12,11 +12,10 @@ import torch
 from ..errors import ConfigError
 from .choice import Kernels
 from .ops.layer_plan import ModelPlan
-from .ops.linear import can_pack
-from .ops.packed_parts import int8_inputs, pack_parts
+from .ops.packed_parts import can_pack, int8_inputs, pack_parts
 from .ops.stack import stack_obstacle
 from .triton.fusion import fusion_obstacle
-from .weights import FP8, WeightStorage, quantise_int4
+from .weights import WeightStorage, quantise_int4
 from .weights.grouped import GroupedFormat
 
 KernelChoice = Literal["native", "torch"]
@@ -55,9 +54,6 @@ def native_gaps(
     elif device_type == "cpu" and not can_pack(dtype):
         named = str(dtype).removeprefix("torch.")
         gaps.append(Gap("decoder layers", f"the C++ operators have no linear layer in {named}"))
-    elif device_type == "cpu" and weights == FP8:
-        why = "the C++ operators have no linear layer over fp8 weights (weight_dtype='int8' has)"
-        gaps.append(Gap("decoder layers", why))
     if device_type != "cpu" and plan.rope_by_length:
         why = "its rotations do not depend on the length of a sequence; the layers run one by one"
         gaps.append(Gap("fused decode step", why))
@@ -111,8 +107,8 @@ def int8_input_kernels(kernels: Kernels) -> Kernels:
     """
     if kernels.pack_parts is None or not int8_inputs():
         why = "needs the native kernels of a CPU with AVX512-VNNI"
-    elif not kernels.codes:
-        why = "needs weights in codes: a quantised checkpoint, or weight_dtype='int4'"
+    elif not kernels.codes and kernels.weights.dtype is None:
+        why = "needs quantised weights: a quantised checkpoint, or weight_dtype='int8' or 'int4'"
     else:
         return replace(kernels, pack_parts=partial(pack_parts, int8_inputs=True))
     raise ConfigError(

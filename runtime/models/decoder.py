@@ -38,7 +38,6 @@ from ..kernels.ops.operation import (
     per_token,
 )
 from ..kernels.ops.parameter import Parameter
-from ..kernels.weights import quantise_int4
 from ..operation_scopes import operation
 from ..rope_lengths import UNLIMITED, RopeLengths
 from .config import DecoderConfig, ModelConfig
@@ -213,16 +212,13 @@ class StoredModule(nn.Module, ABC):
         Raises:
             CheckpointError: a weight to quantise holds NaN or infinity.
         """
-        memory, codes = self._packed_memory(), self.kernels.codes
+        sizes = self._packed_sizes()
+        memory = PackedMemory(sum(sizes.values()), len(sizes)) if sizes else None
         for name, weight in weights:
-            packed = None
-            if memory is not None and name in codes:
-                packed = memory.take(codes[name])
+            packed = memory.take(sizes[name]) if memory is not None and name in sizes else None
             module, stored = self._as_stored(name, weight, packed)
             if isinstance(module, Projection) and "weight" in stored:
                 module.dtype = self.dtype
-                if memory is not None and packed is None:
-                    stored["weight"] = memory.place(stored["weight"])
             for leaf, value in stored.items():
                 setattr(module, leaf, nn.Parameter(value, requires_grad=False))
             del weight, stored, value  # one that was quantised, before the next one is allocated
@@ -236,8 +232,10 @@ class StoredModule(nn.Module, ABC):
         Raises:
             CheckpointError: as `store`.
         """
+        sizes = self._packed_sizes()
         for name, weight in weights:
-            module, stored = self._as_stored(name, weight)
+            packed = torch.empty(sizes[name], dtype=torch.uint8) if name in sizes else None
+            module, stored = self._as_stored(name, weight, packed)
             for leaf, value in stored.items():
                 target: nn.Parameter = getattr(module, leaf)
                 assert target.shape == value.shape, name
@@ -245,11 +243,11 @@ class StoredModule(nn.Module, ABC):
             del weight, stored, value  # before the next one is allocated
 
     def _as_stored(
-        self, name: str, weight: Tensor | Parts, packed: Tensor | None = None
+        self, name: str, weight: Tensor | Parts, packed: Tensor | None
     ) -> tuple[nn.Module, dict[str, torch.Tensor]]:
         """Return the module of a weight, and the values of its attributes on the device.
 
-        Parts are written to `packed`; None: to new memory.
+        Packed weights are written to `packed`.
         """
         path, _, leaf = name.rpartition(".")
         module = self.holder(path)
@@ -258,25 +256,22 @@ class StoredModule(nn.Module, ABC):
             assert isinstance(weight, Tensor), name
             own = module.dtype if isinstance(module, Vector) else None
             return module, {leaf: weight.to(own or self.dtype).to(self.device)}
-        size = self.kernels.codes.get(name)
-        if size is not None and packed is None and self.kernels.pack_parts is not None:
-            packed = torch.empty(size, dtype=torch.uint8)
         try:
             if isinstance(weight, Tensor):
                 weight = weight.to(self.dtype)
-                if size is not None:
-                    weight = [quantise_int4(matrix) for matrix in weight.chunk(module.matrices)]
+                if name in self.kernels.codes:
+                    codes = self.kernels.weights.codes
+                    weight = [codes(matrix) for matrix in weight.chunk(module.matrices)]
             return module, module.as_stored(weight, self.dtype, self.device, packed)
         except ValueError as error:
             raise CheckpointError(self._unfit(name, error)) from error
 
-    def _packed_memory(self) -> PackedMemory | None:
-        """Room for the weights of all linear layers, where the CPU kernels read them packed."""
-        if self.kernels.pack is None:
-            return None
-        matrices = [parameter for parameter in self.layout() if parameter.is_matrix]
-        sizes = [parameter_bytes(matrix, self.kernels, self.dtype) for matrix in matrices]
-        return PackedMemory(sum(sizes), len(sizes))
+    def _packed_sizes(self) -> dict[str, int]:
+        """Bytes of the weights of all linear layers, where the CPU kernels read them packed."""
+        if self.kernels.pack_parts is None:
+            return {}
+        matrices = (parameter for parameter in self.layout() if parameter.is_matrix)
+        return {own.name: parameter_bytes(own, self.kernels, self.dtype) for own in matrices}
 
     def _unfit(self, name: str, error: ValueError) -> str:
         (parameter,) = (found for found in self.layout() if found.name == name)

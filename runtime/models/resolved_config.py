@@ -24,7 +24,7 @@ from ..kernels import (
     resolve_threads,
 )
 from ..kernels.result_check import warn
-from ..kernels.weights import FP8, MODEL, STORAGES, WeightStorage
+from ..kernels.weights import MODEL, STORAGES, WeightStorage
 from .config import DecoderConfig, ModelConfig
 from .plan import plan_of
 
@@ -350,11 +350,6 @@ def check_batch_invariant(
             dtype == torch.float16 and on_cpu,
             f"dtype={config.dtype!r} and a model in float16 on a CPU",
             "dtype='bfloat16' or dtype='float32'",
-        ),
-        (
-            weights == FP8 and on_cpu,
-            "weight_dtype='fp8' on a CPU",
-            "weight_dtype='int8' or weight_dtype='auto'",
         ),
         (
             gaps and config.mode == "compile" and on_cpu,

@@ -173,7 +173,6 @@ def test_log_probabilities_do_not_depend_on_the_engine(
 REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("base", {"kernels": "torch"}),
     ("base", {"dtype": "float16"}),
-    ("base", {"weight_dtype": "fp8"}),
     ("base", {"model_impl": "transformers"}),
     ("deepseek_v3", {"mode": "compile"}),
     ("base", {"mode": "graph"}),

@@ -1,4 +1,4 @@
-"""Packed weights in numbers, int8 and codes of every format, against their float64 numbers."""
+"""Packed weights in numbers and codes of every format, against their float64 numbers."""
 
 from __future__ import annotations
 
@@ -13,18 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from stepgraph.runtime.kernels import (
     Routing,
-    pack_linear,
     packed_experts,
     packed_linear,
     reference_experts,
     select_kernels,
 )
-from stepgraph.runtime.kernels.choice import Parts
-from stepgraph.runtime.kernels.ops import packed_parts
 from stepgraph.runtime.kernels.ops.layer_plan import ModelPlan
-from stepgraph.runtime.kernels.ops.linear import Projection, packed_bytes, packed_embedding
+from stepgraph.runtime.kernels.ops.linear import Projection, packed_embedding
 from stepgraph.runtime.kernels.ops.packed_parts import int8_inputs, parts_bytes
-from stepgraph.runtime.kernels.weights import INT8 as STORED_INT8
 from stepgraph.runtime.kernels.weights.grouped import (
     DOUBLED_E2M1,
     E4M3,
@@ -40,6 +36,7 @@ from stepgraph.runtime.kernels.weights.grouped import (
 from torch import Tensor
 
 from ..rigs.expert_cases import make_mixture
+from ..rigs.packed_weights import packed as packed_weight
 from ..rigs.stack_plans import PlanDecoder, PlanRig, plans
 from ..rigs.stack_rig import CHUNKS, assert_agrees
 from ..rigs.thread_rig import kernel_threads
@@ -73,16 +70,10 @@ FORMATS = {
     ),
     "6_bits_of_24": GroupedFormat(integers(6), 24, ScaleFormat(FLOAT), ScaleFormat(BF16)),
 }
-STORAGES = ("model", "int8", *FORMATS)
-"""Forms of a packed weight: numbers of the model, int8 with scales beside it, and codes."""
+STORAGES = ("model", *FORMATS)
+"""Forms of a packed weight: numbers of the model, and codes."""
 # N, K: whole blocks and groups, less than one, odd K, a last group that is shorter
 SHAPES = [(64, 512), (96, 1056), (7, 3), (33, 65), (1, 200), (100, 1025)]
-
-
-def pack_parts(parts: Parts, dtype: torch.dtype, *, int8_inputs: bool = False) -> Tensor:
-    packed = torch.empty(parts_bytes(parts, dtype) or 0, dtype=torch.uint8)
-    packed_parts.pack_parts(parts, dtype, packed, int8_inputs=int8_inputs)
-    return packed
 
 
 def numbers(part: Tensor | GroupedWeight) -> Tensor:
@@ -104,10 +95,9 @@ class Layer(NamedTuple):
 
     packed: Tensor
     exact: Tensor
-    scales: Tensor | None = None
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        return packed_linear(x, self.packed, bias, len(self.exact), self.scales)
+        return packed_linear(x, self.packed, bias, len(self.exact))
 
 
 INT8_INPUTS = " with int8 inputs"
@@ -117,15 +107,10 @@ def make_layer(storage: str, n: int, k: int, dtype: torch.dtype) -> Layer:
     name = storage.removesuffix(INT8_INPUTS)
     if name in FORMATS:
         weight = random_weight(FORMATS[name], n, k)
-        packed = pack_parts([weight], dtype, int8_inputs=name != storage)
+        packed = packed_weight([weight], dtype, int8_inputs=name != storage)
         return Layer(packed, numbers(weight))
-    data, scales = torch.randn(n, k).to(dtype), None
-    if storage == "int8":
-        data, scales = STORED_INT8.quantise(data)
-    packed = pack_linear(data)
-    assert packed.nbytes == packed_bytes(n, k, data.dtype)
-    exact = data.double() if scales is None else data.double() * scales.double()[:, None]
-    return Layer(packed, exact, scales)
+    data = torch.randn(n, k).to(dtype)
+    return Layer(packed_weight([data], dtype), data.double())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -133,7 +118,8 @@ def make_layer(storage: str, n: int, k: int, dtype: torch.dtype) -> Layer:
 @pytest.mark.parametrize("storage", STORAGES)
 def test_product_matches_float64(storage: str, n: int, k: int, dtype: torch.dtype) -> None:
     layer, bias = make_layer(storage, n, k, dtype), torch.randn(n).to(dtype)
-    for t in (1, 2, 5, 13, 31) if storage in FORMATS else (*range(1, 31), 97, 200):
+    few = storage in FORMATS and storage != "int8_rows"
+    for t in (1, 2, 5, 13, 31) if few else (*range(1, 31), 97, 200):
         x = torch.randn(t, k).to(dtype)
         assert_is_product(layer(x), x, layer.exact)
         assert_is_product(layer(x, bias), x, layer.exact, bias)
@@ -171,7 +157,7 @@ def test_inputs_of_each_group_are_rounded_to_int8(
 def test_rows_of_packed_codes_are_the_weight(name: str, dtype: torch.dtype) -> None:
     for n, k in SHAPES:
         weight = random_weight(FORMATS[name], n, k)
-        packed = pack_parts([weight], dtype)
+        packed = packed_weight([weight], dtype)
         tokens = torch.randint(n, (40,))
         rows = packed_embedding(tokens, packed, k, dtype)
         expected = weight.decode()[tokens]
@@ -181,24 +167,23 @@ def test_rows_of_packed_codes_are_the_weight(name: str, dtype: torch.dtype) -> N
             assert torch.equal(rows, expected.to(dtype))
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.int8])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_of_packed_numbers_are_the_weight(dtype: torch.dtype) -> None:
     for n, k in (*SHAPES, (1, 1), (45, 1), (257, 31)):
         weight = torch.randint(-127, 128, (n, k)).to(dtype)
-        packed = pack_linear(weight)
-        assert packed.is_contiguous()
+        packed = packed_weight([weight], dtype)
         for tokens in (torch.arange(n), torch.randint(n, (700,))):
-            assert torch.equal(packed_embedding(tokens, packed, k), weight[tokens])
+            assert torch.equal(packed_embedding(tokens, packed, k, dtype), weight[tokens])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "storage",
-    ["model", "int8", "q4_k", "q5_1", "q6_k", "q8_0", "fp8_rows", f"q4_k{INT8_INPUTS}"],
+    ["model", "int8_rows", "q4_k", "q5_1", "q6_k", "q8_0", "fp8_rows", f"q4_k{INT8_INPUTS}"],
 )
 def test_a_row_does_not_see_its_batch(storage: str, dtype: torch.dtype) -> None:
     """Nor what lies between rows of a wider tensor."""
-    for n, k in ((100, 1056), (33, 65)) if storage in ("model", "int8") else ((100, 1056),):
+    for n, k in ((100, 1056), (33, 65)) if storage in ("model", "int8_rows") else ((100, 1056),):
         layer, bias = make_layer(storage, n, k, dtype), torch.randn(n).to(dtype)
         x = torch.randn(150, k).to(dtype)
         out = layer(x, bias)
@@ -225,7 +210,7 @@ def test_parts_of_any_formats_are_one_weight(dtype: torch.dtype) -> None:
         random_weight(FORMATS["q4_1"], 40, k),
     ]
     exact = torch.cat([numbers(part) for part in parts])
-    n, packed = len(exact), pack_parts(parts, dtype)
+    n, packed = len(exact), packed_weight(parts, dtype)
     for t in (1, 3, 12, 100):
         x = torch.randn(t, k).to(dtype)
         assert_is_product(packed_linear(x, packed, None, n), x, exact)
@@ -244,20 +229,16 @@ def test_packed_codes_stay_compact(name: str, bits: float) -> None:
 
 def test_every_code_counts_in_every_place() -> None:
     """One input at a time and every code at every column."""
-    for bits in (4, 5, 6, 8):
-        levels = integers(bits, 1 << bits - 1)
+    signed = (integers(bits, 1 << bits - 1) for bits in (4, 5, 6, 8))
+    for levels in (*signed, integers(8), INT8):
+        bits = levels.bits
         codes = (torch.arange(256)[:, None] * 5 + torch.arange(40)) % (1 << bits)
         weight = GroupedWeight(levels, codes.to(torch.uint8), 40, Scales(torch.ones(256, 1)))
         decoded = weight.decode()
         for dtype in DTYPES:
             eye = torch.eye(40, dtype=dtype)
-            out = packed_linear(eye, pack_parts([weight], dtype), None, 256)
+            out = packed_linear(eye, packed_weight([weight], dtype), None, 256)
             assert torch.equal(out, decoded.T.to(dtype))
-            if bits == 8:
-                whole = decoded.clamp(min=-127)  # the least number of quantised weights
-                packed = pack_linear(whole.char())
-                out = packed_linear(eye, packed, None, 256, torch.ones(256))
-                assert torch.equal(out, whole.T.to(dtype))
 
 
 Q4_0 = FORMATS["q4_0"]
@@ -285,7 +266,7 @@ def test_parts_that_operators_cannot_read_are_refused(
 
 def test_wrong_packed_parts_are_refused() -> None:
     weight = random_weight(FORMATS["q4_k"], 64, 256)
-    packed, x = pack_parts([weight], BF16), torch.zeros(1, 256, dtype=BF16)
+    packed, x = packed_weight([weight], BF16), torch.zeros(1, 256, dtype=BF16)
     wrong = [
         (packed[64:], 64, x),
         (packed[:-64], 64, x),
@@ -297,7 +278,7 @@ def test_wrong_packed_parts_are_refused() -> None:
     for weight, n, inputs in wrong:
         with pytest.raises(RuntimeError):
             packed_linear(inputs, weight, None, n)
-    for dtype, k in ((None, 256), (FLOAT, 256), (BF16, 255)):
+    for dtype, k in ((FLOAT, 256), (BF16, 255)):
         with pytest.raises(RuntimeError):
             packed_embedding(torch.tensor([0]), packed, k, dtype)
     with pytest.raises(IndexError):
@@ -305,27 +286,22 @@ def test_wrong_packed_parts_are_refused() -> None:
 
 
 ZEROS = torch.zeros(2, 8, dtype=torch.bfloat16)
-PACKED = torch.zeros(2, 4, 32, 2, dtype=torch.bfloat16)
+PACKED = packed_weight([torch.zeros(40, 8)], torch.bfloat16)
 
 
 @pytest.mark.parametrize(
-    ("x", "out_features", "packed", "scales"),
+    ("x", "out_features", "packed"),
     [
-        *((x, 40, PACKED, None) for x in (ZEROS.float(), ZEROS.half(), ZEROS[0], ZEROS[:, :5])),
-        *((ZEROS, out_features, PACKED, None) for out_features in (32, 65)),
-        (ZEROS, 40, PACKED.char(), None),
-        (ZEROS, 40, PACKED, torch.ones(40)),
-        (ZEROS, 40, PACKED.char(), torch.ones(39)),
-        (ZEROS.float(), 40, PACKED.char(), torch.ones(40, dtype=torch.bfloat16)),
-        (ZEROS.float(), 40, PACKED.char(), torch.ones(80)[::2]),
-        (ZEROS, 40, PACKED.char().view(2, 8, 32, 1), torch.ones(40)),
+        *((x, 40, PACKED) for x in (ZEROS.float(), ZEROS.half(), ZEROS[0], ZEROS[:, :5])),
+        *((ZEROS, out_features, PACKED) for out_features in (32, 65)),
+        (ZEROS, 40, torch.zeros(2, 4, 32, 2, dtype=torch.bfloat16)),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(
-    x: Tensor, out_features: int, packed: Tensor, scales: Tensor | None
+    x: Tensor, out_features: int, packed: Tensor
 ) -> None:
     with pytest.raises(RuntimeError):
-        packed_linear(x, packed, None, out_features, scales)
+        packed_linear(x, packed, None, out_features)
 
 
 def pack_matrices(
@@ -333,7 +309,7 @@ def pack_matrices(
 ) -> tuple[Tensor, Tensor]:
     """Random matrices of one format: their numbers and their packed codes, one after another."""
     weights = [random_weight(form, n, k) for _ in range(matrices)]
-    packed = [pack_parts([weight], dtype) for weight in weights]
+    packed = [packed_weight([weight], dtype) for weight in weights]
     return torch.cat([weight.decode() for weight in weights]), torch.cat(packed)
 
 

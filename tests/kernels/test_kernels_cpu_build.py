@@ -79,23 +79,23 @@ def test_cpu_compile_gets_the_fast_kernels() -> None:
         chosen = kernels.select_kernels("cpu", "compile", dtype)
         assert chosen.attention is kernels.paged_attention
         assert chosen.linear is kernels.packed_linear
-        assert chosen.pack is kernels.pack_linear
+        assert chosen.pack_parts is kernels.pack_parts
         assert (chosen.bounded_by_length, chosen.masks) == (True, 0)
     half = kernels.select_kernels("cpu", "compile", torch.float16)
     assert half.attention is kernels.paged_attention
     assert half.linear is kernels.reference_linear
-    assert half.pack is None
+    assert half.pack_parts is None
 
 
 @pytest.mark.parametrize(
     ("device", "dtype", "weights", "latent", "reason"),
     [
         ("cpu", torch.bfloat16, INT8, False, None),
+        ("cpu", torch.bfloat16, FP8, False, None),
         ("cuda", torch.float16, FP8, False, None),
         ("cpu", torch.float32, MODEL, True, "latent attention"),
         ("cuda", torch.bfloat16, MODEL, True, "latent attention"),
         ("cpu", torch.float16, MODEL, False, "no linear layer in float16"),
-        ("cpu", torch.bfloat16, FP8, False, "no linear layer over fp8 weights"),
     ],
 )
 def test_what_native_kernels_do_not_support(

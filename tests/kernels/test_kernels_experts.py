@@ -183,11 +183,14 @@ def test_choice_of_equal_scores(data: st.DataObject, case: tuple[Routing, int, b
     torch.testing.assert_close(weights[0].double(), values_K, rtol=1e-5, atol=1e-6)
     if not kernels.have_compiler():
         return
-    plain = packed(mixture)
-    down = LinearTensors(torch.zeros_like(plain.down.weight), bias=torch.eye(count).flatten())
-    tensors = plain._replace(
-        router=torch.eye(count), router_bias=torch.zeros(count), correction=extra_R, down=down
+    weight = torch.zeros_like(mixture.tensors.down.weight)
+    tensors = mixture.tensors._replace(
+        router=torch.eye(count),
+        router_bias=torch.zeros(count),
+        correction=extra_R,
+        down=LinearTensors(weight, bias=torch.eye(count).flatten()),
     )
+    tensors = packed(mixture._replace(tensors=tensors))
     (found,) = packed_experts(mixture.op, torch.tensor([logits]), tensors)
     scattered = torch.zeros(count, dtype=torch.float64)
     scattered[list(expected)] = values_K
@@ -258,7 +261,7 @@ def test_padding_and_experts_that_are_not_chosen_are_not_read(
         ("router", lambda t: t.double()),
         ("correction", lambda t: t.bfloat16()),
         ("gate_up", lambda linear: linear._replace(weight=linear.weight[:-1])),
-        ("down", lambda linear: linear._replace(weight=linear.weight[:, :-1])),
+        ("down", lambda linear: linear._replace(weight=linear.weight[64:])),
         ("down", lambda linear: linear._replace(bias=linear.bias[1:])),
     ],
 )

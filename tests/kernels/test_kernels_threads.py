@@ -22,6 +22,7 @@ from stepgraph.runtime.kernels.cpu.sampling import (
 
 from ..rigs.attention_cases import make_case
 from ..rigs.expert_cases import make_mixture, packed
+from ..rigs.packed_weights import packed as packed_weight
 from ..rigs.thread_rig import kernel_threads, new_threads, starved
 
 needs_compiler = pytest.mark.usefixtures("cpu_ops")
@@ -36,7 +37,7 @@ class Operators:
         bf16 = torch.bfloat16
         self.attention = make_case([(500, 1), (37, 1), (900, 1), (0, 40)], (9, 3, 64), dtype=bf16)
         self.x = torch.randn(8, 576, dtype=bf16)
-        self.weight = kernels.pack_linear(torch.randn(3000, 576, dtype=bf16))
+        self.weight = packed_weight([torch.randn(3000, 576)], bf16)
         self.logits = torch.randn(8, 50000)
         mixture = make_mixture(Routing(4), routed=16, hidden=576, features=128, dtype=bf16)
         self.experts, self.expert_tensors = mixture.op, packed(mixture)

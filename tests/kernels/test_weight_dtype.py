@@ -21,6 +21,7 @@ from ..rigs.engine_rig import Open, opened
 from ..rigs.tiny_models import Tiny, TinyModel, changed_checkpoint
 
 VARIANTS = ["base", "odd", "qwen3", "mistral", "gemma2", "gemma3", "deepseek_v2", "deepseek_v3"]
+NATIVE = ["wide", "odd", "gemma2"]
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
 
 
@@ -37,16 +38,18 @@ def as_stored(model: TinyModel, storage: str) -> torch.nn.Module:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
-    ("variant", "storage"),
+    ("variant", "storage", "kernels"),
     [
-        *((variant, "int8") for variant in VARIANTS),
-        *((variant, "fp8") for variant in ("wide", "odd", "gemma2", "deepseek_v3")),
+        *((variant, "int8", "torch") for variant in VARIANTS),
+        *((variant, "fp8", "torch") for variant in ("wide", "odd", "gemma2", "deepseek_v3")),
+        *((variant, storage, "native") for variant in NATIVE for storage in ("int8", "fp8")),
     ],
 )
 def test_logits_are_those_of_the_dequantised_model(
-    open_engine: Open, tiny: Tiny, variant: str, storage: str
+    open_engine: Open, tiny: Tiny, variant: str, storage: str, kernels: Any
 ) -> None:
-    engine = open_engine(variant, weight_dtype=storage, prefill_chunk=32, block_size=4)
+    options: Any = {"weight_dtype": storage, "kernels": kernels, "block_size": 4}
+    engine = open_engine(variant, prefill_chunk=32, **options)
     (token_ids,) = tiny(variant).prompts(90, seed=5)
     with torch.no_grad():
         expected = as_stored(tiny(variant), storage)(torch.tensor([token_ids])).logits[0]
@@ -55,6 +58,9 @@ def test_logits_are_those_of_the_dequantised_model(
         torch.testing.assert_close(logits, expected[prompt_len - 1 :], rtol=0, atol=2e-4)
     error = (expected - tiny(variant).logits(token_ids)).abs().max()
     assert error > 1e-3, "nothing was quantised"
+    if storage == "int8" and kernels == "native" and int8_inputs():
+        rounded = open_engine(variant, activation_dtype="int8", **options).score(token_ids, 1)
+        assert 1e-3 < (rounded - expected).norm() / expected.norm() < 0.1
 
 
 @pytest.mark.skipif(not have_compiler(), reason="needs a C++ compiler")

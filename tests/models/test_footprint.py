@@ -22,12 +22,14 @@ from stepgraph.runtime.execution.outputs import PromptScorer
 from stepgraph.runtime.execution.step_key import most_table_updates
 from stepgraph.runtime.kernels import (
     Kernels,
-    pack_linear,
+    pack_parts,
     reference_experts,
     reference_linear,
     reference_paged_attention,
     select_kernels,
 )
+from stepgraph.runtime.kernels.choice import no_parts
+from stepgraph.runtime.kernels.ops.packed_parts import parts_bytes
 from stepgraph.runtime.kernels.weights import FP8, INT8, MODEL, WeightStorage
 from stepgraph.runtime.models.config import ModelConfig
 from stepgraph.runtime.models.decoder import Decoder
@@ -49,7 +51,8 @@ def kernels_that(pack: bool, weights: WeightStorage = MODEL) -> Kernels:
         attention=reference_paged_attention,
         linear=reference_linear,
         experts=reference_experts,
-        pack=pack_linear if pack else None,
+        pack_parts=pack_parts if pack else None,
+        parts_bytes=parts_bytes if pack else no_parts,
         bounded_by_length=pack,
         masks=0 if pack else 1,
         weights=weights,
@@ -68,7 +71,7 @@ def test_weights_before_and_after_loading(
 ) -> None:
     """Packed and not, of one rank or several; each expert is padded to whole blocks."""
     config, ranks = split
-    kernels = kernels_that(pack and weights != FP8, weights)  # fp8 has no packed form
+    kernels = kernels_that(pack, weights)
     if ranks not in allowed_ranks(model_plan(config)):
         ranks = 1
     for rank in range(ranks):

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from stepgraph.runtime.kernels import Experts, Routing, pack_linear
+from stepgraph.runtime.kernels import Experts, Routing
 from stepgraph.runtime.kernels.ops.activation import Activate
 from stepgraph.runtime.kernels.ops.experts import ExpertTensors
 from stepgraph.runtime.kernels.ops.linear import LinearTensors
 from stepgraph.runtime.kernels.ops.parameter import Parameter, Source
-from stepgraph.runtime.kernels.weights import STORAGES, dequantise
+from stepgraph.runtime.kernels.weights import STORAGES, GroupedWeight, dequantise
+from stepgraph.runtime.kernels.weights.grouped import INT8, Scales
 from torch import Tensor
+
+from .packed_weights import packed as packed_weight
 
 
 class Mixture(NamedTuple):
@@ -121,10 +124,24 @@ def packed(mixture: Mixture) -> ExpertTensors:
     """The tensors with packed weights."""
     tensors, total = mixture.tensors, mixture.op.total
     gate_up, down = (
-        linear._replace(weight=torch.cat([pack_linear(w) for w in linear.weight.chunk(matrices)]))
+        linear._replace(
+            weight=torch.cat(list(_matrices(linear, matrices, tensors.router.dtype))),
+            scales=None,
+        )
         for linear, matrices in ((tensors.gate_up, 2 * total), (tensors.down, total))
     )
     return tensors._replace(gate_up=gate_up, down=down)
+
+
+def _matrices(linear: LinearTensors, count: int, dtype: torch.dtype) -> Iterator[Tensor]:
+    if linear.scales is None:
+        yield from (packed_weight([w], dtype) for w in linear.weight.chunk(count))
+        return
+    for data, scales in zip(linear.weight.chunk(count), linear.scales.chunk(count), strict=True):
+        codes = data.view(torch.uint8)
+        yield packed_weight(
+            [GroupedWeight(INT8, codes, data.shape[1], Scales(scales[:, None]))], dtype
+        )
 
 
 def simple_route(

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from stepgraph.runtime import kernels
 from stepgraph.runtime.kernels.cpu.sampling import fused_most_likely
 from stepgraph.runtime.kernels.ops.batch import NON_FINITE
 from stepgraph.runtime.kernels.ops.token_masks import LaneMasks, mask_logits
@@ -10,6 +9,7 @@ from stepgraph.runtime.sampling.reference_sampler import sample_full, sample_gre
 from stepgraph.runtime.sampling.samplers import Sampler, fused_sampler, torch_sampler
 from stepgraph.runtime.sampling_params import SamplingParams
 
+from ..rigs.packed_weights import packed
 from ..rigs.sampling_cases import (
     BAD_LANES,
     CASES,
@@ -164,9 +164,11 @@ def test_operators_are_described_to_compilers() -> None:
     logits, rows = logits_of(3, 300, 0, torch.float32), torch.arange(3)
     tests = ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.stepgraph.sample_greedy.default, (logits,), test_utils=tests)
-    packed = kernels.pack_linear(torch.ones(40, 8))
+    weight = packed([torch.ones(40, 8)], torch.float32)
     torch.library.opcheck(
-        torch.ops.stepgraph.packed_embedding.default, (rows, packed, 8), test_utils=tests
+        torch.ops.stepgraph.packed_embedding.default,
+        (rows, weight, 8, torch.float32),
+        test_utils=tests,
     )
 
 

@@ -20,9 +20,8 @@ torch.library.define(
     "(Tensor features, Tensor next_ids, Tensor positions, Tensor slots,"
     " Tensor token_rows, Tensor rows, Tensor row_positions, Tensor first, Tensor stops,"
     " Tensor block_tables, int read_blocks, int block_size, Tensor(a!) arena, int count,"
-    " Tensor fuse, Tensor? fuse_scales, Tensor? input_norm, float eps, int hidden_size,"
-    " Tensor embedding, Tensor? embedding_scales, Tensor stack, Tensor frequencies,"
-    " Tensor? amplitudes, Tensor head, Tensor? head_scales, Tensor? head_bias, int head_features,"
+    " Tensor fuse, Tensor? input_norm, float eps, int hidden_size, Tensor embedding, Tensor stack,"
+    " Tensor frequencies, Tensor? amplitudes, Tensor head, Tensor? head_bias, int head_features,"
     " Tensor? target_ids) -> (Tensor, Tensor)",
 )
 

@@ -1,13 +1,9 @@
-"""Linear layers over weights that are packed once, for the few tokens of a decode step.
+"""Linear layers over weights that may be packed once, for the few tokens of a decode step.
 
 Shapes: T tokens, K input features, N output features.
 
-A packed weight is a dense tensor `[ceil(N / 32), steps, 32, w]`: blocks of 32 output features,
-which are read sequentially. A step contains w consecutive input features of each output feature of
-the block: w = 2 in bfloat16 (steps = ceil(K / 2)), w = 1 in float32 (steps = K), w = 2 bytes for
-int8 weights (`weights/stored.py`), in models of any dtype. Incomplete steps and blocks are padded
-with zeros. The packed weight replaces the original: for a tied embedding `packed_embedding` reads
-it.
+`packed_parts.py` has the layout of a packed weight, in the model's dtype or quantised. It replaces
+the original: for a tied embedding `packed_embedding` reads it.
 
 The C++ version computes each output as one chain of multiply-adds in the order of K, for any T. So
 row t of `packed_linear(x, ...)` is bitwise the same in any batch.
@@ -29,44 +25,22 @@ from ..weights import dequantise
 from .operation import Binding, Operation, Run, ShardedLayer, on_part
 from .parameter import Parameter, cut
 
-BLOCK = 32
-_PER_STEP = {torch.bfloat16: 2, torch.float32: 1, torch.int8: 2}
-"""Input features per step, by the dtype of the weight."""
-
 torch.library.define(
     "stepgraph::packed_linear",
-    "(Tensor x, Tensor packed, Tensor? bias, int out_features, Tensor? scales=None) -> Tensor",
+    "(Tensor x, Tensor packed, Tensor? bias, int out_features) -> Tensor",
 )
 torch.library.define(
     "stepgraph::packed_embedding",
-    "(Tensor tokens, Tensor packed, int k, ScalarType? dtype=None) -> Tensor",
+    "(Tensor tokens, Tensor packed, int k, ScalarType dtype) -> Tensor",
 )
 torch.library.register_fake(
     "stepgraph::packed_linear",
-    lambda x_TK, packed, bias_N, n, scales_N=None: x_TK.new_empty(x_TK.shape[0], n),
+    lambda x_TK, packed, bias_N, n: x_TK.new_empty(x_TK.shape[0], n),
 )
 torch.library.register_fake(
     "stepgraph::packed_embedding",
-    lambda tokens_T, packed, k, dtype=None: packed.new_empty(tokens_T.shape[0], k, dtype=dtype),
+    lambda tokens_T, packed, k, dtype: packed.new_empty(tokens_T.shape[0], k, dtype=dtype),
 )
-
-
-def can_pack(dtype: torch.dtype) -> bool:
-    """Whether weights of `dtype` have a packed form (bfloat16, float32 and int8 do)."""
-    return dtype in _PER_STEP
-
-
-def _per_step(dtype: torch.dtype) -> int:
-    if not can_pack(dtype):
-        known = ", ".join(map(str, _PER_STEP))
-        raise TypeError(f"no packed form for weights of {dtype}; use one of {known}")
-    return _PER_STEP[dtype]
-
-
-def packed_bytes(n: int, k: int, dtype: torch.dtype) -> int:
-    """Bytes of a packed `[n, k]` weight, padding included. TypeError as `pack_linear`."""
-    width = _per_step(dtype)
-    return -(-n // BLOCK) * BLOCK * -(-k // width) * width * dtype.itemsize
 
 
 def stored_bytes(kernels: Kernels, n: int, k: int, dtype: torch.dtype, matrices: int = 1) -> int:
@@ -74,33 +48,20 @@ def stored_bytes(kernels: Kernels, n: int, k: int, dtype: torch.dtype, matrices:
 
     Padding and scales count. It consists of `matrices` stacked matrices, each of which is packed.
     """
-    if kernels.pack is None:
+    if kernels.pack_parts is None:
         return kernels.weights.nbytes(n, k, dtype)
-    packed = packed_bytes(n // matrices, k, kernels.weights.dtype or dtype)
-    return matrices * packed + kernels.weights.scale_bytes(n, k)
+    matrix = torch.empty(n // matrices, k, dtype=dtype, device="meta")
+    size = kernels.parts_bytes([kernels.weights.part(matrix)], dtype)
+    assert size is not None, "all but codes of some checkpoints can be packed"
+    return matrices * size
 
 
-def pack_linear(weight_NK: Tensor) -> Tensor:
-    """Pack a `[N, K]` weight to `[ceil(N / 32), steps, 32, w]`; see the top of this file.
+def packed_embedding(tokens_T: Tensor, packed: Tensor, k: int, dtype: torch.dtype) -> Tensor:
+    """Rows `tokens_T` (int64) of the packed weight, `[T, k]` in `dtype`, the model's: `F.embedding`
+    for a tied head.
 
-    Raises TypeError for a dtype without packed form, and ValueError if it is not a matrix.
-    """
-    if weight_NK.dim() != 2:
-        raise ValueError(f"a weight to pack must be [N, K], got shape {tuple(weight_NK.shape)}")
-    n, k = weight_NK.shape
-    width = _per_step(weight_NK.dtype)
-    padded = F.pad(weight_NK, (0, -k % width, 0, -n % BLOCK))
-    return padded.view(-1, BLOCK, padded.shape[1] // width, width).transpose(1, 2).contiguous()
-
-
-def packed_embedding(
-    tokens_T: Tensor, packed: Tensor, k: int, dtype: torch.dtype | None = None
-) -> Tensor:
-    """Rows `tokens_T` (int64) of the packed weight, `[T, k]`: `F.embedding` for a tied head.
-
-    Rows of a weight that `pack_parts` packed are decoded to `dtype`, the model's. Runs on CPU after
-    `load_cpu_ops`. Raises IndexError for a token outside the weight's blocks; padding rows of the
-    last block are zeros.
+    Runs on CPU after `load_cpu_ops`. Raises IndexError for a token outside the weight's blocks;
+    padding rows of the last block are zeros.
     """
     rows: Tensor = torch.ops.stepgraph.packed_embedding.default(tokens_T, packed, k, dtype)
     return rows
@@ -111,18 +72,15 @@ def packed_linear(
     packed: Tensor,
     bias_N: Tensor | None,
     out_features: int,
-    scales_N: Tensor | None = None,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """`x @ weight.T + bias` as `[T, out_features]`, accumulated in float32.
 
-    `packed` is `pack_linear(weight)` in the dtype of `x_TK`; `bias_N` is `[out_features]` or None.
-    With `scales_N`, float32 `[out_features]`, the weight is int8 and each sum is multiplied by the
-    scale of its feature before the bias is added and the result rounded. Runs on CPU after
-    `load_cpu_ops`. Raises RuntimeError for inconsistent arguments.
+    `packed` is what `pack_parts` returns for the dtype of `x_TK`; `bias_N` is `[out_features]` or
+    None. Runs on CPU after `load_cpu_ops`. Raises RuntimeError for inconsistent arguments.
     """
-    out: Tensor = torch.ops.stepgraph.packed_linear.default(
-        x_TK, packed, bias_N, out_features, scales_N
-    )
+    assert scales is None, "packed weights contain theirs"
+    out: Tensor = torch.ops.stepgraph.packed_linear.default(x_TK, packed, bias_N, out_features)
     return out
 
 
@@ -158,7 +116,7 @@ class LinearTensors(NamedTuple):
     packed if the kernels pack weights."""
     scales: Tensor | None = None
     """As `WeightStorage.quantise` or `Kernels.store_parts` returns them; None: the weight has the
-    model's dtype."""
+    model's dtype, or is packed."""
     bias: Tensor | None = None
     """`[N]` in the model's dtype."""
 
@@ -188,8 +146,8 @@ class Projection(nn.Module):
         self.matrices = matrices
         self.weight: nn.Parameter | None = None
         self.scales: nn.Parameter | None = None
-        """Of weights that are stored in 8 bits: float32 `[out_features]`, or of fp8 a scale for
-        every 128 input features, `[out_features, ceil(in_features / 128)]`; or as `store_parts`
+        """Of quantised weights that are not packed: float32 `[out_features]`, or of fp8 a scale
+        for every 128 input features, `[out_features, ceil(in_features / 128)]`; or as `store_parts`
         returns them (`weights/stored.py`)."""
         self.bias: nn.Parameter | None = None
         self.dtype: torch.dtype | None = None
@@ -208,53 +166,40 @@ class Projection(nn.Module):
             weight: in the model's dtype, or as parts of which some are codes.
             dtype: the model's.
             device: where it is used.
-            packed: uint8 memory for the parts.
+            packed: uint8 memory for a packed weight.
 
-        The result has the values of the attributes `weight` and, if it is quantised, `scales`. It
-        is quantised on `device`, but packed by the processor.
+        The result has the values of the attributes `weight` and, where kernels take them apart
+        from it, `scales`. What is not packed is quantised on `device`.
 
         Raises ValueError for NaN or infinity in a weight to quantise, naming the row.
         """
-        if not isinstance(weight, Tensor):
-            if self.kernels.store_parts is not None:
-                data, scales = self.kernels.store_parts(weight, dtype)
-                return {"weight": data.to(device), "scales": scales.to(device)}
-            assert self.kernels.pack_parts is not None, "`Kernels.codes` is empty"
-            assert packed is not None
-            each = len(weight) // self.matrices
-            for i, memory in enumerate(packed.chunk(self.matrices)):
-                self.kernels.pack_parts(weight[i * each : (i + 1) * each], dtype, memory)
-            return {"weight": packed.to(device)}
-        stored: dict[str, torch.Tensor] = {}
-        if self.kernels.pack is None:
+        kernels = self.kernels
+        if isinstance(weight, Tensor) and packed is None:
             weight = weight.to(device)
-        if self.kernels.weights.dtype is not None:
-            weight, scales = self.kernels.weights.quantise(weight)
-            stored["scales"] = scales.to(device)
-        stored["weight"] = self._packed(weight).to(device)
-        return stored
-
-    def _packed(self, weight: torch.Tensor) -> torch.Tensor:
-        if self.kernels.pack is None:
-            return weight
-        if self.matrices == 1:
-            return self.kernels.pack(weight)
-        matrices = weight.chunk(self.matrices)
-        first = self.kernels.pack(matrices[0])
-        packed = first.new_empty(self.matrices, *first.shape)
-        for place, matrix in zip(packed, matrices, strict=True):
-            place.copy_(self.kernels.pack(matrix))
-        return packed.flatten(0, 1)
+            if kernels.weights.dtype is None:
+                return {"weight": weight}
+            data, scales = kernels.weights.quantise(weight)
+            return {"weight": data, "scales": scales}
+        if kernels.store_parts is not None:
+            assert not isinstance(weight, Tensor)
+            data, scales = kernels.store_parts(weight, dtype)
+            return {"weight": data.to(device), "scales": scales.to(device)}
+        assert kernels.pack_parts is not None, "`Kernels.codes` is empty"
+        assert packed is not None
+        if isinstance(weight, Tensor):
+            weight = [kernels.weights.part(matrix) for matrix in weight.chunk(self.matrices)]
+        each = len(weight) // self.matrices
+        for i, memory in enumerate(packed.chunk(self.matrices)):
+            kernels.pack_parts(weight[i * each : (i + 1) * each], dtype, memory)
+        return {"weight": packed.to(device)}
 
     def rows(self, index_T: torch.Tensor) -> torch.Tensor:
         """Return rows of the weight, `[T, in_features]`: the layer used as an embedding."""
         assert self.weight is not None
         assert self.dtype is not None
-        if self.kernels.pack is None:
-            rows = F.embedding(index_T, self.weight)
-        else:
-            dtype = self.dtype if self.weight.dtype == torch.uint8 else None
-            rows = packed_embedding(index_T, self.weight, self.in_features, dtype)
+        if self.kernels.pack_parts is not None:
+            return packed_embedding(index_T, self.weight, self.in_features, self.dtype)
+        rows = F.embedding(index_T, self.weight)
         if self.scales is None:
             return rows
         return dequantise(rows, self.scales[index_T]).to(self.dtype)

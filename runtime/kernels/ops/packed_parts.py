@@ -1,15 +1,17 @@
-"""Linear layers over packed weights whose rows have different formats, such as q, k and v of a
-checkpoint with 4-bit and 6-bit weights.
+"""Packed weights of linear layers, in the model's dtype or quantised. Rows may have different
+formats, such as q, k and v of a checkpoint with 4-bit and 6-bit weights.
 
-The parts are packed to one uint8 tensor, which takes the place of a packed weight of `linear.py` in
-every C++ operator: a header describes the parts, and blocks of 32 output features follow, which are
-read sequentially. A block consists of units of 32 bytes. For each group of inputs it contains the
+The parts are packed to one uint8 tensor, which every C++ operator takes in place of a weight: a
+header describes the parts, and blocks of 32 output features follow, which are read sequentially.
+Incomplete blocks are padded with zeros. Of numbers in the model's dtype a block consists of steps
+`[32, w]` of w consecutive input features of each output feature: w = 2 in bfloat16, w = 1 in
+float32. A block of codes consists of units of 32 bytes. For each group of inputs it contains the
 scales of the 32 features and their minimums, as compact as they were, and the codes of the group, 8
 inputs at a time. `cpu/csrc/codes.h` has the layout of both. Codes have 4, 5, 6 or 8 bits; codes of
-2 and 3 bits take 4. Parts in the model's dtype have the blocks of `linear.py`.
+2 and 3 bits take 4.
 
-A sum is the float32 sum of a group times its scale, minus the minimum times the sum of the inputs,
-added up in the order of groups. As in `linear.py`, it does not depend on the batch.
+A sum of codes is the float32 sum of a group times its scale, minus the minimum times the sum of the
+inputs, added up in the order of groups. As in `linear.py`, it does not depend on the batch.
 
 Shapes: N output features, K input features, B blocks, G groups of a row, R runs of groups, C chunks
 of 8 inputs, U units of a block.
@@ -28,13 +30,15 @@ from torch import Tensor
 
 from ..choice import Parts
 from ..weights.grouped import GroupedFormat, GroupedWeight, Levels, Scales, StoredRows
-from .linear import BLOCK, can_pack, pack_linear, packed_bytes
 
+BLOCK = 32
+_PER_STEP = {torch.bfloat16: 2, torch.float32: 1}
+"""Input features per step, by the model's dtype."""
 _UNIT = 32
 """Bytes."""
 _CHUNK = 8
 _LINE = 64
-_MAGIC, _HEADER, _PART = 0x327374726170, 6 * 8, 15 * 8
+_MAGIC, _HEADER, _PART = 0x337374726170, 6 * 8, 16 * 8
 _LEVELS = 256
 _OUTER = {torch.float16: 1, torch.bfloat16: 2, torch.float32: 3}
 _INNER = {None: 0, torch.int8: 1, torch.uint8: 2, torch.float8_e4m3fn: 3}
@@ -79,8 +83,14 @@ class Part(NamedTuple):
     def block_bytes(self, dtype: torch.dtype) -> int:
         """Return the bytes of a block, of a model in `dtype`."""
         if self.format is None:
-            return packed_bytes(BLOCK, self.k, dtype)
+            width = _PER_STEP[dtype]
+            return BLOCK * -(-self.k // width) * width * dtype.itemsize
         return _aligned(len(_order(self)) * _UNIT)
+
+
+def can_pack(dtype: torch.dtype) -> bool:
+    """Whether weights of models in `dtype` can be packed."""
+    return dtype in _PER_STEP
 
 
 def _fits(part: Part) -> bool:
@@ -109,11 +119,11 @@ def parts_bytes(parts: Parts, dtype: torch.dtype) -> int | None:
     described = [Part.of(part) for part in parts]
     whole = all(part.n % BLOCK == 0 for part in described[:-1])
     same = len({part.k for part in described}) == 1
-    if not (can_pack(dtype) and dtype.is_floating_point and whole and same):
+    if not (can_pack(dtype) and whole and same and all(map(_fits, described))):
         return None
-    if not all(map(_fits, described)):
-        return None
-    return _header_bytes(parts) + sum(part.blocks * part.block_bytes(dtype) for part in described)
+    return _header_bytes(described) + sum(
+        part.blocks * part.block_bytes(dtype) for part in described
+    )
 
 
 def pack_parts(
@@ -135,7 +145,7 @@ def pack_parts(
         blocks = packed[at : at + shape.blocks * shape.block_bytes(dtype)].view(shape.blocks, -1)
         at += blocks.numel()
         if isinstance(part, Tensor):
-            blocks.copy_(pack_linear(part.to(dtype)).view(torch.uint8).flatten(1))
+            blocks.copy_(_steps(part.to(dtype)).view(torch.uint8).flatten(1))
             continue
         step = max(1, _CODES_AT_A_TIME // (BLOCK * shape.k))
         for first in range(0, shape.blocks, step):
@@ -143,6 +153,14 @@ def pack_parts(
             units = _blocks(part.rows(first * BLOCK, stop))
             blocks[first : first + step, : units.shape[1]] = units
             blocks[first : first + step, units.shape[1] :] = 0
+
+
+def _steps(weight_NK: Tensor) -> Tensor:
+    """Return the blocks of a weight in the model's dtype, `[B, steps, 32, w]`."""
+    n, k = weight_NK.shape
+    width = _PER_STEP[weight_NK.dtype]
+    padded = F.pad(weight_NK, (0, -k % width, 0, -n % BLOCK))
+    return padded.view(-1, BLOCK, padded.shape[1] // width, width).transpose(1, 2).contiguous()
 
 
 def _aligned(size: int) -> int:
@@ -168,9 +186,9 @@ def _write_header(
     first = 0
     for i, (part, begin) in enumerate(zip(parts, begins, strict=False)):
         levels_at = _levels_at(parts) + i * _LEVELS * 2
-        lowest = _lowest_integer(part) if int8_inputs else None
+        lowest = _lowest_integer(part)
         numbers += [first, begin, part.block_bytes(dtype), *_description(part), levels_at]
-        numbers += [0, 0, 0] if lowest is None else [1, *lowest]
+        numbers += [0] * 4 if lowest is None else [int8_inputs, 1, *lowest]
         first += part.blocks
         if part.format is not None:
             table = part.format.levels.table().bfloat16()

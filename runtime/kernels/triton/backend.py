@@ -114,7 +114,6 @@ def gpu_kernels(
         attention=attention,
         linear=linear,
         experts=experts,
-        pack=None,
         bounded_by_length=True,
         masks=0,
         weights=weights,

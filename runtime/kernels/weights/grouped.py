@@ -4,7 +4,7 @@
 
 Every quantised format of checkpoints is an arrangement of these numbers: what codes stand for, the
 size E of a group, and how scales and minimums are stored. Kernels take codes and scales as they are
-here (`Kernels.pack`); where none does, `decode` gives the numbers.
+here (`Kernels.pack_parts`); where none does, `decode` gives the numbers.
 
 Shapes: N output features, K input features, G groups of a row, R runs of groups of a row.
 """

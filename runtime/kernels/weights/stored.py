@@ -3,7 +3,7 @@
 int8: row n of a weight is stored as q[n] and one float32 scale[n] = amax(|w[n]|) / 127; the number
 represented is q[n, k] * scale[n]. Rounding is to nearest, half to even, so the error is at most
 half a scale. Activations are not quantised: a linear layer sums x[k] * q[n, k] in
-float32 and multiplies the sum by scale[n] (see `ops/linear.py`).
+float32 and multiplies the sum by scale[n].
 
 fp8: q is float8_e4m3fn (Micikevicius et al. 2022, arXiv 2209.05433), with one scale, amax / 448,
 per block of 128 consecutive inputs of a row: w[n, k] has scale[n, k // 128]. The last block of a
@@ -30,7 +30,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .grouped import GroupedWeight, Scales, integers
+from .grouped import E4M3, GroupedWeight, Scales, integers
+from .grouped import INT8 as INT8_LEVELS
 
 FP8_BLOCK = 128
 """Consecutive inputs of a row that share a scale."""
@@ -102,6 +103,23 @@ class WeightStorage:
             data_NK[part] = numbers.to(self.dtype)
             scale_NB[part] = scale
         return data_NK, scale_NB if self.block else scale_NB[:, 0]
+
+    def part(self, weight_NK: Tensor) -> Tensor | GroupedWeight:
+        """Return a weight as it is packed: of 8 bits as `codes`, else as it is."""
+        return weight_NK if self.dtype is None else self.codes(weight_NK)
+
+    def codes(self, weight_NK: Tensor) -> GroupedWeight:
+        """Return a weight as codes; of 8 bits the numbers and scales of `quantise`.
+
+        Raises `ValueError` as `quantise` and `quantise_int4`.
+        """
+        if self == INT4:
+            return quantise_int4(weight_NK)
+        data_NK, scales = self.quantise(weight_NK)
+        levels = INT8_LEVELS if data_NK.dtype == torch.int8 else E4M3
+        n, k = data_NK.shape
+        codes_NK = data_NK.view(torch.uint8)
+        return GroupedWeight(levels, codes_NK, self.block or k, Scales(scales.view(n, -1)))
 
 
 MODEL = WeightStorage("model")

@@ -280,11 +280,11 @@ class Eagle3(FeatureHead):
         norm, embedding = self.input_norm, self._embedding.projection
         head = self._head.projection
         self._weights = (
-            *(self.fc.weight, self.fc.scales),
+            self.fc.weight,
             *((None, 0.0) if norm is None else (norm.weight, norm.eps)),
-            *(self.fc.out_features, embedding.weight, embedding.scales, self.stack.handle),
+            *(self.fc.out_features, embedding.weight, self.stack.handle),
             *(self.inverse_frequencies, self.amplitudes),
-            *(head.weight, head.scales, head.bias, head.out_features, self.target_ids),
+            *(head.weight, head.bias, head.out_features, self.target_ids),
         )
         return self._weights
 

@@ -52,14 +52,17 @@ struct PackedPart {
   int64_t group_steps;                      // a multiple of kChunkSteps
   ScaleLayout scales, minimums;             // minimums of type kNone: all 0
   int64_t levels;                           // bytes from the header on to bf16 [256]
-  int64_t int8_inputs;  // 1: inputs are rounded to int8, and a code is `lowest` plus
-  int64_t lowest;       // (code ^ `flipped`)
-  int64_t flipped;
+  int64_t int8_inputs;                      // 1: inputs are rounded to int8
+  int64_t integers;                         // 1: a code stands for lowest + (code ^ flipped)
+  int64_t lowest, flipped;
+
+  // Whether codes stand for the numbers from -128 to 127.
+  bool is_signed() const { return bits == 8 && integers != 0 && lowest == -128; }
 };
 
 // What a packed weight begins with.
 struct PackedHeader {
-  static constexpr int64_t kMagic = 0x327374726170;
+  static constexpr int64_t kMagic = 0x337374726170;
   int64_t magic, columns, inputs, element_bytes;  // element_bytes: of the model's type
   int64_t bytes, count;                           // bytes: of the whole; count: of parts
   PackedPart parts[];
@@ -92,24 +95,15 @@ STEPGRAPH_INLINE int code_at(const char* chunk, int column, int input) {
 // Codes become words of two bf16. `expand` gives a step of the chunk that was loaded last, as two
 // vectors of 16 columns.
 //
-// Consecutive integers, of unsigned or signed codes, are computed; other levels are looked up one
-// by one.
+// Consecutive integers are computed; other levels are looked up one by one.
 template <int Bits>
 class PortableCodeWords {
  public:
-  explicit PortableCodeWords(const uint16_t* levels) : levels_(levels) {
-    for (const int flipped : {0, 128}) {
-      bool computed = true;
-      for (int i = 0; i < 1 << Bits; ++i) {
-        computed &= from_bf16(levels[i ^ flipped]) == from_bf16(levels[flipped]) + i;
-      }
-      if (!computed) continue;
-      computed_ = true;
-      flipped_ = broadcast(static_cast<uint32_t>(flipped));
-      lowest_ = broadcast(from_bf16(levels[flipped]));
-      return;
-    }
-  }
+  PortableCodeWords(const PackedPart& part, const uint16_t* levels)
+      : levels_(levels),
+        computed_(part.integers != 0),
+        flipped_(broadcast(static_cast<uint32_t>(part.flipped))),
+        lowest_(broadcast(static_cast<float>(part.lowest))) {}
 
   // Apart from the multiplications, which need all registers.
   __attribute__((noinline)) void load(const char* chunk) {
@@ -169,7 +163,7 @@ class PortableCodeWords {
 
   const uint16_t* levels_;
   U32x16 words_[kChunkSteps][2];
-  bool computed_ = false;
+  bool computed_;
   U32x16 flipped_;
   F32x16 lowest_;
 };
@@ -181,7 +175,7 @@ typedef uint16_t U16x32 __attribute__((vector_size(64)));
 template <int Bits>
 class Avx512CodeWords {
  public:
-  explicit Avx512CodeWords(const uint16_t* levels) {
+  Avx512CodeWords(const PackedPart&, const uint16_t* levels) {
     for (int i = 0; i < 2; ++i) table_[i] = _mm512_loadu_si512(levels + 32 * i);
   }
 
@@ -220,34 +214,56 @@ class Avx512CodeWords {
 #endif
 
 #if STEPGRAPH_AVX512_VBMI
-// Of 8 bits: both bytes of a level are looked up, by codes below 128 and by others.
+// Of 8 bits: both bytes of a level are looked up, by codes below 128 and by others. Those of signed
+// numbers are looked up by magnitude, which leaves registers for the sums of twelve rows.
+template <bool Signed>
 class VbmiCodeWords {
  public:
-  explicit VbmiCodeWords(const uint16_t* levels) {
-    uint8_t bytes[2][256];
-    for (int i = 0; i < 256; ++i) {
+  VbmiCodeWords(const PackedPart& part, const uint16_t* levels)
+      : flipped_(_mm512_set1_epi8(static_cast<char>(part.flipped ^ 128))) {
+    if (Signed) levels += part.flipped ^ 128;  // where those of 0 to 127 are
+    uint8_t bytes[2][64 * kVectors];
+    for (int i = 0; i < 64 * kVectors; ++i) {
       bytes[0][i] = static_cast<uint8_t>(levels[i]);
       bytes[1][i] = static_cast<uint8_t>(levels[i] >> 8);
     }
-    for (int i = 0; i < 8; ++i) table_[i] = _mm512_loadu_si512(bytes[i / 4] + 64 * (i % 4));
+    for (int i = 0; i < kVectors; ++i) {
+      low_[i] = _mm512_loadu_si512(bytes[0] + 64 * i);
+      high_[i] = _mm512_loadu_si512(bytes[1] + 64 * i);
+    }
   }
 
   void load(const char* chunk) { chunk_ = chunk; }
 
   STEPGRAPH_INLINE void expand(int step, U32x16& first, U32x16& second) const {
     const __m512i codes = _mm512_loadu_si512(chunk_ + 64 * step);
-    const __mmask64 above = _mm512_movepi8_mask(codes);
-    const auto look_up = [&](const __m512i* table) {
-      return _mm512_mask_blend_epi8(above, _mm512_permutex2var_epi8(table[0], codes, table[1]),
-                                    _mm512_permutex2var_epi8(table[2], codes, table[3]));
-    };
-    const __m512i low = look_up(table_), high = look_up(table_ + 4);
+    __m512i low, high;
+    if constexpr (Signed) {
+      const __m512i number = _mm512_xor_si512(codes, flipped_), least = _mm512_set1_epi8(-128);
+      const __m512i magnitude = _mm512_abs_epi8(number);
+      low = _mm512_permutex2var_epi8(low_[0], magnitude, low_[1]);
+      high = _mm512_permutex2var_epi8(high_[0], magnitude, high_[1]);
+      constexpr int kOrAnd = 0xf8;  // first | (second & third)
+      high = _mm512_ternarylogic_epi64(high, number, least, kOrAnd);
+      // The magnitude of -128, 0xc300 in bf16, has no place in the tables; that of 0 is found.
+      high = _mm512_mask_mov_epi8(high, _mm512_cmpeq_epi8_mask(number, least),
+                                  _mm512_set1_epi8(static_cast<char>(0xc3)));
+    } else {
+      const __mmask64 above = _mm512_movepi8_mask(codes);
+      const auto look_up = [&](const __m512i* table) {
+        return _mm512_mask_blend_epi8(above, _mm512_permutex2var_epi8(table[0], codes, table[1]),
+                                      _mm512_permutex2var_epi8(table[2], codes, table[3]));
+      };
+      low = look_up(low_);
+      high = look_up(high_);
+    }
     first = (U32x16)_mm512_unpacklo_epi8(low, high);
     second = (U32x16)_mm512_unpackhi_epi8(low, high);
   }
 
  private:
-  __m512i table_[8];
+  static constexpr int kVectors = Signed ? 2 : 4;
+  __m512i flipped_, low_[kVectors], high_[kVectors];
   const char* chunk_;
 };
 #endif
@@ -315,7 +331,7 @@ class CodeBytes {
 };
 #endif
 
-template <int Bits>
+template <int Bits, bool Signed>
 struct CodeWordsOf {
 #if STEPGRAPH_AVX512_BW
   using Type = std::conditional_t<Bits == 8, PortableCodeWords<8>, Avx512CodeWords<Bits>>;
@@ -324,9 +340,9 @@ struct CodeWordsOf {
 #endif
 };
 #if STEPGRAPH_AVX512_VBMI
-template <>
-struct CodeWordsOf<8> {
-  using Type = VbmiCodeWords;
+template <bool Signed>
+struct CodeWordsOf<8, Signed> {
+  using Type = VbmiCodeWords<Signed>;
 };
 #endif
 

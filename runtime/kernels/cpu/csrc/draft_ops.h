@@ -173,14 +173,6 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> drafted_inputs_cpu(
 
 using OptionalTensor = std::optional<at::Tensor>;
 
-// Rows of a weight, [tokens, k] of `dtype`: int8 ones times their scale.
-at::Tensor embeddings_of(const at::Tensor& tokens, const at::Tensor& packed,
-                         const OptionalTensor& scales, int64_t k, at::ScalarType dtype) {
-  const at::Tensor rows = packed_embedding_cpu(tokens, packed, k, dtype);
-  if (!scales) return rows;
-  return rows.to(at::kFloat).mul_(scales->index_select(0, tokens).unsqueeze(1)).to(dtype);
-}
-
 // All rows of x in a norm.
 at::Tensor normed_rows(const at::Tensor& x, const at::Tensor& weight, double eps) {
   const int64_t size = x.size(1);
@@ -203,11 +195,10 @@ std::tuple<at::Tensor, at::Tensor> head_drafts_cpu(
     const at::Tensor& rows, const at::Tensor& row_positions, const at::Tensor& first,
     const at::Tensor& stops, const at::Tensor& block_tables, int64_t read_blocks,
     int64_t block_size, at::Tensor& arena, int64_t count, const at::Tensor& fuse,
-    const OptionalTensor& fuse_scales, const OptionalTensor& input_norm, double eps,
-    int64_t hidden_size, const at::Tensor& embedding, const OptionalTensor& embedding_scales,
+    const OptionalTensor& input_norm, double eps, int64_t hidden_size, const at::Tensor& embedding,
     const at::Tensor& stack, const at::Tensor& frequencies, const OptionalTensor& amplitudes,
-    const at::Tensor& head, const OptionalTensor& head_scales, const OptionalTensor& head_bias,
-    int64_t head_features, const OptionalTensor& target_ids) {
+    const at::Tensor& head, const OptionalTensor& head_bias, int64_t head_features,
+    const OptionalTensor& target_ids) {
   constexpr const char* kName = "head_drafts";
   const int64_t num_rows = rows.size(0);
   TORCH_CHECK(count > 0, kName, ": ", count, " drafts a row, 1 or more expected");
@@ -219,7 +210,7 @@ std::tuple<at::Tensor, at::Tensor> head_drafts_cpu(
   const int64_t last = Handles<OwnedStack>::instance().find(kName, stack)->stack->layers() - 1;
   at::Tensor drafts = at::empty({num_rows, count}, rows.options());
   at::Tensor probabilities = at::empty({num_rows, count}, features.options().dtype(at::kFloat));
-  at::Tensor hidden = packed_linear_cpu(features, fuse, std::nullopt, hidden_size, fuse_scales);
+  at::Tensor hidden = packed_linear_cpu(features, fuse, std::nullopt, hidden_size);
   at::Tensor next = next_ids.flatten().clamp_min(0);
   at::Tensor position = positions, slot = slots, token_row = token_rows;
   for (int64_t place = 0; place < count; ++place) {
@@ -228,7 +219,7 @@ std::tuple<at::Tensor, at::Tensor> head_drafts_cpu(
                                                                block_tables, block_size, place - 1, 1);
     }
     if (input_norm) hidden = normed_rows(hidden, *input_norm, eps);
-    const at::Tensor embeddings = embeddings_of(next, embedding, embedding_scales, hidden_size, dtype);
+    const at::Tensor embeddings = packed_embedding_cpu(next, embedding, hidden_size, dtype);
     auto [cos, sin] = rotations_cpu(position, frequencies);
     if (amplitudes) {
       cos = cos * *amplitudes;
@@ -242,7 +233,7 @@ std::tuple<at::Tensor, at::Tensor> head_drafts_cpu(
     }
     hidden = output;
     const auto [tokens, likely] =
-        most_likely_cpu(packed_linear_cpu(normed, head, head_bias, head_features, head_scales));
+        most_likely_cpu(packed_linear_cpu(normed, head, head_bias, head_features));
     next = tokens;
     int64_t* id = next.mutable_data_ptr<int64_t>();
     for (int64_t i = 0; i < num_rows; ++i) {

@@ -15,18 +15,7 @@
 namespace stepgraph {
 namespace {
 
-// Words are of a step: two bf16, one float or two int8. A row's words are kBlock words apart, each
-// in a cache line of its own.
-template <class Word>
-void gather_words(const Word* packed, int64_t steps, const int64_t* tokens, int64_t count,
-                  int64_t words, Word* out, int threads) {
-  parallel_for(count, threads, [&](int64_t t, int64_t) {
-    const Word* row = packed + tokens[t] / kBlock * steps * kBlock + tokens[t] % kBlock;
-    for (int64_t k = 0; k < words; ++k) out[t * words + k] = row[k * kBlock];
-  });
-}
-
-// Rows of parts (`codes.h`), decoded.
+// Rows of a packed weight, decoded.
 template <class T>
 void decode_rows(const PackedHeader& header, const int64_t* tokens, int64_t count, T* out,
                  int threads) {
@@ -52,47 +41,20 @@ void decode_rows(const PackedHeader& header, const int64_t* tokens, int64_t coun
   });
 }
 
-at::Tensor embedding_of_parts(const at::Tensor& tokens, const at::Tensor& packed, int64_t k,
-                              std::optional<at::ScalarType> dtype) {
-  const PackedHeader* header = packed_header(packed);
-  TORCH_CHECK(header != nullptr && dtype && k == header->inputs &&
-                  header->element_bytes == static_cast<int64_t>(c10::elementSize(*dtype)),
-              "packed_embedding: the weight ", packed.sizes(), " was not packed by pack_parts as ",
-              "rows of ", k, " for a model in the dtype that is asked for");
+at::Tensor packed_embedding_cpu(const at::Tensor& tokens, const at::Tensor& packed, int64_t k,
+                                at::ScalarType dtype) {
+  const PackedHeader* header = packed_header(packed, k, dtype);
+  TORCH_CHECK(header != nullptr, "packed_embedding: the weight ", packed.sizes(), " was not packed ",
+              "by pack_parts as rows of ", k, " for a model in ", dtype);
   const int64_t count = tokens.size(0), rows = (header->columns + kBlock - 1) / kBlock * kBlock;
   const int64_t* token = check_index("packed_embedding", tokens, count, rows, "tokens");
-  at::Tensor out = at::empty({count, k}, packed.options().dtype(*dtype));
+  at::Tensor out = at::empty({count, k}, packed.options().dtype(dtype));
   constexpr int64_t kNumbersPerThread = 1 << 12;
   const int used = useful_threads(count * k / kNumbersPerThread, threads());
-  for_model_type("packed_embedding", *dtype, [&]<class T>(T) {
+  for_model_type("packed_embedding", dtype, [&]<class T>(T) {
     decode_rows(*header, token, count, out.mutable_data_ptr<T>(), used);
   });
   return out;
-}
-
-at::Tensor packed_embedding_cpu(const at::Tensor& tokens, const at::Tensor& packed, int64_t k,
-                                std::optional<at::ScalarType> dtype) {
-  if (packed.scalar_type() == at::kByte) return embedding_of_parts(tokens, packed, k, dtype);
-  TORCH_CHECK(packed.dim() == 4 && packed.size(2) == kBlock && packed.is_contiguous() && 0 <= k &&
-                  k <= packed.size(1) * packed.size(3),
-              "packed_embedding: packed weight ", packed.sizes(), " has no rows of ", k);
-  const int64_t count = tokens.size(0), steps = packed.size(1), width = packed.size(3);
-  const int64_t word_bytes = width * packed.element_size();
-  TORCH_CHECK(word_bytes == 4 || word_bytes == 2, "packed_embedding: words of ", word_bytes,
-              " bytes; 4 or 2 expected");
-  const int64_t* token =
-      check_index("packed_embedding", tokens, count, packed.size(0) * kBlock, "tokens");
-  const int64_t words = (k + width - 1) / width;
-  at::Tensor out = at::empty({count, words * width}, packed.options());
-  constexpr int64_t kWordsPerThread = 1 << 13;
-  const int used = useful_threads(count * words / kWordsPerThread, threads());
-  const auto gather = [&]<class Word>(Word) {
-    gather_words(static_cast<const Word*>(packed.const_data_ptr()), steps, token, count, words,
-                 static_cast<Word*>(out.mutable_data_ptr()), used);
-  };
-  if (word_bytes == 4) gather(uint32_t());
-  else gather(uint16_t());
-  return words * width == k ? out : out.narrow(1, 0, k).contiguous();
 }
 
 std::tuple<at::Tensor, at::Tensor> rotations_cpu(const at::Tensor& positions,

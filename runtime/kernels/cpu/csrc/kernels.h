@@ -9,28 +9,23 @@
 
 namespace stepgraph {
 
-// The model's type; int8, with a scale for each column; parts in formats of their own (`codes.h`).
-enum class WeightKind { kModel, kInt8, kParts };
-
 struct PackedHeader;
 
 // A packed weight and what is applied to its sums. Pointers are the owner's.
 struct Weights {
-  const char* packed = nullptr;   // [blocks][steps][32] words, or pairs of int8; or parts
-  const float* scales = nullptr;  // [columns], each multiplies the sums of its column; or null
-  const void* bias = nullptr;     // [columns] of the model's type, or null
-  int64_t columns = 0, steps = 0;
-  WeightKind kind = WeightKind::kModel;
-  const PackedHeader* header = nullptr;  // of parts
+  const PackedHeader* header = nullptr;  // see `codes.h`; of the first of several matrices
+  const char* packed = nullptr;          // begins with a header
+  const void* bias = nullptr;            // [columns] of the model's type, or null
+  int64_t columns = 0;
 
   int64_t blocks() const { return (columns + kBlock - 1) / kBlock; }
 };
 
-// out[t, n] = sum_k x[t, k] * weight[n, k] + bias[n], weight packed as `pack_linear` does.
+// out[t, n] = sum_k x[t, k] * weight[n, k] + bias[n], weight packed as `pack_parts` does.
 template <class T>
 struct LinearArgs {
   Weights weights;
-  const T* x;        // [rows, k], last dimension dense; k even but for float weights
+  const T* x;        // [rows, k], last dimension dense; an odd k is followed by a zero
   int64_t x_stride;  // from row to row
   T* out;            // [rows, columns], contiguous
   int64_t rows;

@@ -3,7 +3,6 @@
 
 #include <utility>
 
-#include "int8.h"
 #include "stack_math.h"
 
 namespace stepgraph {
@@ -12,47 +11,19 @@ namespace {
 // Below this a second thread costs more than it brings.
 constexpr int64_t kBytesPerThread = 32 * 1024;
 
-// How a packed weight is stored: what a step of a block takes, and its dot tile.
-template <class T>
-struct ModelCodec {
-  using Word = typename Element<T>::Word;
-  static constexpr int kStepLines = kStepBytes / 64;
-  static constexpr int64_t kRowsWithoutPrefetch = 2;  // measured on Zen 5
-
-  template <int M, int Lines>
-  static void dot(const Word* x, int64_t x_stride, const char* w, int64_t steps,
-                  const char* prefetch, F32x16 (&acc)[M][2]) {
-    dot_tile<M, Lines>(x, x_stride, reinterpret_cast<const Word*>(w), steps, prefetch, acc);
-  }
-};
-
-// Of half the bytes a step, which the hardware does not ask for early enough.
-template <class T>
-struct Int8Codec {
-  using Word = typename Element<T>::Word;
-  static constexpr int kStepLines = kInt8StepBytes / 64;
-  static constexpr int64_t kRowsWithoutPrefetch = 0;  // measured on Zen 5
-
-  template <int M, int Lines>
-  static void dot(const Word* x, int64_t x_stride, const char* w, int64_t steps,
-                  const char* prefetch, F32x16 (&acc)[M][2]) {
-    dot_tile_int8<M, Lines>(x, x_stride, reinterpret_cast<const int8_t*>(w), steps, prefetch, acc);
-  }
-};
-
 // Sums of long groups are added up this often, so that chains of multiply-adds are short enough to
 // overlap.
 constexpr int64_t kStepsPerSum = 64;
 
 // Codes in groups: the sum of a group is multiplied by its scale, and its minimum times the sum of
 // its inputs is subtracted. Totals are in memory, since the sums of twelve rows take all registers.
-template <class T, int Bits, int M>
+template <class T, int Bits, bool Signed, int M>
 void run_codes(const LinearTile& tile) {
   using Word = typename Element<T>::Word;
   constexpr int kWordsPerStep = 2 / Element<T>::kPerWord;
   const Word* x = static_cast<const Word*>(tile.x);
   const char *w = tile.w, *ahead = tile.prefetch;
-  typename CodeWordsOf<Bits>::Type words(tile.levels);
+  typename CodeWordsOf<Bits, Signed>::Type words(*tile.part, tile.levels);
   ScaleReader scales(tile.part->scales), minimums(tile.part->minimums);
   std::fill_n(tile.sums, M * kBlock, 0.0f);
   for (int64_t step = 0, group = 0; step < tile.steps; ++group) {
@@ -174,55 +145,55 @@ constexpr TileSet kInt8InputTileSet =
     make_int8_input_tile_set<Bits>(std::make_index_sequence<kTileRows>());
 #endif
 
-template <class T, int Bits, size_t... Index>
+template <class T, int Bits, bool Signed, size_t... Index>
 constexpr TileSet make_code_tile_set(std::index_sequence<Index...>) {
-  return {{{run_codes<T, Bits, Index + 1>...}, {run_codes<T, Bits, Index + 1>...}}, 1, 0};
+  return {{{run_codes<T, Bits, Signed, Index + 1>...}, {run_codes<T, Bits, Signed, Index + 1>...}},
+          1, 0};
 }
 
-template <class T, int Bits>
+template <class T, int Bits, bool Signed = false>
 constexpr TileSet kCodeTileSet =
-    make_code_tile_set<T, Bits>(std::make_index_sequence<kTileRows>());
+    make_code_tile_set<T, Bits, Signed>(std::make_index_sequence<kTileRows>());
 
-template <class Codec, int M, int Lines>
+// Numbers of the model's type.
+template <class T, int M, int Lines>
 void run_tile(const LinearTile& tile) {
+  using Word = typename Element<T>::Word;
   F32x16 acc[M][2];
-  Codec::template dot<M, Lines>(static_cast<const typename Codec::Word*>(tile.x), tile.x_stride,
-                                tile.w, tile.steps, tile.prefetch, acc);
+  dot_tile<M, Lines>(static_cast<const Word*>(tile.x), tile.x_stride,
+                     reinterpret_cast<const Word*>(tile.w), tile.steps, tile.prefetch, acc);
   for (int m = 0; m < M; ++m) {
     store(tile.sums + m * kBlock, acc[m][0]);
     store(tile.sums + m * kBlock + 16, acc[m][1]);
   }
 }
 
-template <class Codec, size_t... Index>
+template <class T, size_t... Index>
 constexpr TileSet make_tile_set(std::index_sequence<Index...>) {
-  return {{{run_tile<Codec, Index + 1, 0>...},
-           {run_tile<Codec, Index + 1, 1>...},
-           {run_tile<Codec, Index + 1, Codec::kStepLines>...}},
-          Codec::kStepLines,
-          Codec::kRowsWithoutPrefetch};
+  constexpr int64_t kRowsWithoutPrefetch = 2;  // measured on Zen 5
+  return {{{run_tile<T, Index + 1, 0>...},
+           {run_tile<T, Index + 1, 1>...},
+           {run_tile<T, Index + 1, 2>...}},
+          kStepBytes / 64,
+          kRowsWithoutPrefetch};
 }
 
-template <class Codec>
-constexpr TileSet kTileSet = make_tile_set<Codec>(std::make_index_sequence<kTileRows>());
+template <class T>
+constexpr TileSet kTileSet = make_tile_set<T>(std::make_index_sequence<kTileRows>());
 
 }  // namespace
 
 template <class T>
-const TileSet& tile_set(WeightKind kind) {
-  return kind == WeightKind::kInt8 ? kTileSet<Int8Codec<T>> : kTileSet<ModelCodec<T>>;
-}
-
-template <class T>
-const TileSet& code_tile_set(int64_t bits) {
-  return for_bits(bits, [](auto kept) -> const TileSet& { return kCodeTileSet<T, kept()>; });
-}
-
+const TileSet& tile_set(const PackedPart& part) {
+  if (part.bits == 0) return kTileSet<T>;
 #if STEPGRAPH_AVX512_VNNI
-const TileSet& int8_input_tile_set(int64_t bits) {
-  return for_bits(bits, [](auto kept) -> const TileSet& { return kInt8InputTileSet<kept()>; });
-}
+  if (part.int8_inputs != 0) {
+    return for_bits(part.bits, [](auto kept) -> const TileSet& { return kInt8InputTileSet<kept()>; });
+  }
 #endif
+  if (part.is_signed()) return kCodeTileSet<T, 8, true>;
+  return for_bits(part.bits, [](auto kept) -> const TileSet& { return kCodeTileSet<T, kept()>; });
+}
 
 namespace {
 
@@ -234,7 +205,7 @@ class LinearJob : public Job {
     keep_ = std::move(keep);
     const int64_t tiles = (args.rows + kTileRows - 1) / kTileRows;
     const int64_t units = args.weights.blocks() * row_groups(args.rows);
-    const int64_t useful = std::min(bytes_of<T>(args.weights) * tiles / kBytesPerThread, units);
+    const int64_t useful = std::min(bytes_of(args.weights) * tiles / kBytesPerThread, units);
     const int threads = useful_threads(useful, args.threads);
     phases_.prepare(1, units, threads);
     return threads;
@@ -260,10 +231,8 @@ void packed_linear(const LinearArgs<T>& args, std::shared_ptr<const void> keep) 
   run_job<LinearJob<T>>(args, std::move(keep));
 }
 
-template const TileSet& tile_set<c10::BFloat16>(WeightKind);
-template const TileSet& tile_set<float>(WeightKind);
-template const TileSet& code_tile_set<c10::BFloat16>(int64_t);
-template const TileSet& code_tile_set<float>(int64_t);
+template const TileSet& tile_set<c10::BFloat16>(const PackedPart&);
+template const TileSet& tile_set<float>(const PackedPart&);
 template void packed_linear(const LinearArgs<c10::BFloat16>&, std::shared_ptr<const void>);
 template void packed_linear(const LinearArgs<float>&, std::shared_ptr<const void>);
 

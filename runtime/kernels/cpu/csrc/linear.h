@@ -51,27 +51,15 @@ struct TileSet {
   int64_t rows_without_prefetch;  // up to this many, the hardware prefetcher keeps up alone
 };
 
+// A step of codes is a chunk, which may take more cache lines.
 template <class T>
-const TileSet& tile_set(WeightKind kind);
+const TileSet& tile_set(const PackedPart& part);
 
-// Of codes. A step of theirs is a chunk, whose number of cache lines is their own affair.
-template <class T>
-const TileSet& code_tile_set(int64_t bits);
-const TileSet& int8_input_tile_set(int64_t bits);
+inline int64_t bytes_of(const Weights& weights) { return weights.header->bytes; }
 
-template <class T>
-int64_t bytes_of(const Weights& weights) {
-  if (weights.header != nullptr) return weights.header->bytes;
-  return weights.blocks() * weights.steps * tile_set<T>(weights.kind).step_lines * 64;
-}
-
-template <class T>
-const char* block_of(const Weights& weights, int64_t block) {
-  if (weights.header != nullptr) {
-    const PackedPart& part = weights.header->part_of(block);
-    return weights.packed + part.begin + (block - part.first_block) * part.block_bytes;
-  }
-  return weights.packed + block * weights.steps * tile_set<T>(weights.kind).step_lines * 64;
+inline const char* block_of(const Weights& weights, int64_t block) {
+  const PackedPart& part = weights.header->part_of(block);
+  return weights.packed + part.begin + (block - part.first_block) * part.block_bytes;
 }
 
 // Inputs as products over codes take them. A thread prepares some rows once for all blocks. An object
@@ -180,40 +168,25 @@ class GroupedInputs {
   int64_t used_ = 0;
 };
 
-// The 32 numbers of a block of columns; what lies behind the last column is 0.
-template <class T>
-inline void load_columns(const T* of_block, int64_t columns, F32x16 (&vectors)[2]) {
-  float padded[kBlock] = {};
-  std::copy_n(of_block, std::min<int64_t>(columns, kBlock), padded);
-  vectors[0] = load<F32x16>(padded);
-  vectors[1] = load<F32x16>(padded + 16);
-}
-
-// Sums of one block for some rows, bias and scales applied, to `sums` [rows][32]. The thread reads
+// Sums of one block for some rows, bias added, to `sums` [rows][32]. The thread reads
 // `next` afterwards (null: unknown).
 template <class T>
 inline void run_block(const Weights& weights, int64_t block, const T* x, int64_t x_stride,
                       int64_t rows, const char* next, GroupedInputs<T>& inputs, float* sums) {
+  const PackedHeader& header = *weights.header;
+  const PackedPart& part = header.part_of(block);
+  const int64_t steps = (header.inputs + 1) / 2;
   LinearTile tile{};
-  tile.w = block_of<T>(weights, block);
-  tile.steps = weights.steps;
-  const TileSet* set = &tile_set<T>(weights.kind);
+  tile.w = block_of(weights, block);
+  tile.steps = part.bits == 0 && Element<T>::kPerWord == 1 ? header.inputs : steps;
+  tile.part = &part;
+  tile.levels = header.levels_of(part);
+  const TileSet& set = tile_set<T>(part);
   const typename GroupedInputs<T>::Rows* grouped = nullptr;
-  if (weights.header != nullptr) {
-    const PackedPart& part = weights.header->part_of(block);
-    set = part.bits == 0 ? &tile_set<T>(WeightKind::kModel) : &code_tile_set<T>(part.bits);
-    if (part.bits == 0 && Element<T>::kPerWord == 1) tile.steps = weights.header->inputs;
-    tile.part = &part;
-    tile.levels = weights.header->levels_of(part);
-    const bool int8 = STEPGRAPH_AVX512_VNNI && part.int8_inputs != 0;
-    if (int8 || part.minimums.outer != ScaleLayout::kNone) {
-      grouped = &inputs.of(x, x_stride, rows, weights.steps, part.group_steps, int8);
-    }
-#if STEPGRAPH_AVX512_VNNI
-    if (int8) set = &int8_input_tile_set(part.bits);
-#endif
+  const bool int8 = STEPGRAPH_AVX512_VNNI && part.int8_inputs != 0;
+  if (int8 || part.minimums.outer != ScaleLayout::kNone) {
+    grouped = &inputs.of(x, x_stride, rows, steps, part.group_steps, int8);
   }
-  const int64_t columns = weights.columns - block * kBlock;
   // Sums of integers have totals beside them, which is twice the registers.
   const bool halved = grouped != nullptr && grouped->int8 && rows > kTileRows;
   const int64_t tile_rows = halved ? kTileRows / 2 : kTileRows;
@@ -224,8 +197,8 @@ inline void run_block(const Weights& weights, int64_t block, const T* x, int64_t
     int64_t lines = 0;
     if (next != nullptr && next != tile.w) {
       // With more tiles than one, the first ones ask for a line a step each.
-      if (tiles > 1) lines = i < set->step_lines ? 1 : 0;
-      else if (rows > set->rows_without_prefetch) lines = set->step_lines;
+      if (tiles > 1) lines = i < set.step_lines ? 1 : 0;
+      else if (rows > set.rows_without_prefetch) lines = set.step_lines;
     }
     LinearTile own = tile;
     own.x = x + from * x_stride;
@@ -240,18 +213,16 @@ inline void run_block(const Weights& weights, int64_t block, const T* x, int64_t
         own.input_scales = &grouped->scales[from];
       }
     }
-    set->run[lines][to - from - 1](own);
+    set.run[lines][to - from - 1](own);
   }
-  if (weights.scales == nullptr && weights.bias == nullptr) return;
-  F32x16 scale[2] = {broadcast(1.0f), broadcast(1.0f)}, bias[2] = {};
-  if (weights.scales != nullptr) load_columns(weights.scales + block * kBlock, columns, scale);
-  if (weights.bias != nullptr) {
-    load_columns(static_cast<const T*>(weights.bias) + block * kBlock, columns, bias);
-  }
-  for (int64_t m = 0; m < rows; ++m) {
-    for (int half = 0; half < 2; ++half) {
+  if (weights.bias == nullptr) return;
+  for (int half = 0; half < 2; ++half) {
+    const int64_t first = block * kBlock + 16 * half;
+    if (first >= weights.columns) return;
+    const F32x16 bias = floats_of(static_cast<const T*>(weights.bias), first, weights.columns);
+    for (int64_t m = 0; m < rows; ++m) {
       float* place = sums + m * kBlock + 16 * half;
-      store(place, load<F32x16>(place) * scale[half] + bias[half]);
+      store(place, load<F32x16>(place) + bias);
     }
   }
 }
@@ -272,7 +243,7 @@ inline void linear_phase(Phases& phases, int64_t phase, const Weights& weights, 
   phases.run(
       phase, units,
       [&](int64_t unit, int64_t next) {
-        const char* then = next < units ? block_of<T>(weights, next / groups) : after;
+        const char* then = next < units ? block_of(weights, next / groups) : after;
         run_block(weights, unit / groups, x + first_of(unit) * x_stride, x_stride, rows_of(unit),
                   then, inputs, sums);
       },

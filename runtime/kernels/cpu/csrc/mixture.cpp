@@ -15,7 +15,7 @@ class MixtureJob : public Job {
     const Mixture& mixture = args.mixture;
     const int64_t tiles = (args.tokens + kTileRows - 1) / kTileRows;
     const int threads =
-        useful_threads(mixture.token_bytes<T>() * tiles / kBytesPerThread, args.threads);
+        useful_threads(mixture.token_bytes() * tiles / kBytesPerThread, args.threads);
     at_ = MixtureLayout();
     at_.add(mixture, args.tokens, sizeof(T));
     at_.finish(threads);

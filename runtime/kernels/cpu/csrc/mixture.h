@@ -44,9 +44,8 @@ struct Mixture {
   int64_t total() const { return routing.experts + shared; }
   int64_t per_token() const { return routing.top_k + shared; }
   // Bytes of weights that one token reads, the router's apart.
-  template <class T>
   int64_t token_bytes() const {
-    return per_token() * (2 * bytes_of<T>(gate_up) + bytes_of<T>(down));
+    return per_token() * (2 * bytes_of(gate_up) + bytes_of(down));
   }
   // The most tiles of `tokens` tokens.
   int64_t most_tiles(int64_t tokens) const {
@@ -65,8 +64,7 @@ struct Mixture {
 // The matrices of equal shape and formats that follow one another.
 template <class T>
 Weights nth(Weights weights, int64_t index) {
-  weights.packed += index * bytes_of<T>(weights);
-  if (weights.scales != nullptr) weights.scales += index * weights.columns;
+  weights.packed += index * bytes_of(weights);
   if (weights.bias != nullptr) {
     weights.bias = static_cast<const T*>(weights.bias) + index * weights.columns;
   }

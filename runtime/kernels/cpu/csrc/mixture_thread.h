@@ -188,10 +188,10 @@ class MixtureThread {
           const Weights up = nth<T>(mixture.gate_up, 2 * expert + 1);
           const int64_t block = unit % blocks;
           const char* then =
-              next < units ? block_of<T>(nth<T>(mixture.gate_up, 2 * expert_of(next / blocks)),
+              next < units ? block_of(nth<T>(mixture.gate_up, 2 * expert_of(next / blocks)),
                                          next % blocks)
                            : first_of_down(mixture, pairs);
-          run_block(gate, block, inputs, inputs_stride, rows, block_of<T>(up, block), grouped,
+          run_block(gate, block, inputs, inputs_stride, rows, block_of(up, block), grouped,
                     gates_);
           run_block(up, block, inputs, inputs_stride, rows, then, grouped, sums_);
         },
@@ -229,7 +229,7 @@ class MixtureThread {
     const int64_t block = std::min(index_, mixture.down.blocks() - 1);
     const int64_t expert = next_expert(mixture, pairs, 0);
     if (expert == mixture.total()) return nullptr;
-    return block_of<T>(nth<T>(mixture.down, expert), block);
+    return block_of(nth<T>(mixture.down, expert), block);
   }
 
   // The first expert from `expert` on that has pairs.
@@ -266,9 +266,9 @@ class MixtureThread {
             const Weights weights = nth<T>(mixture.down, expert);
             const char* then = after;
             if (following < total) {
-              then = block_of<T>(nth<T>(mixture.down, following), block);
+              then = block_of(nth<T>(mixture.down, following), block);
             } else if (next < units) {
-              then = block_of<T>(nth<T>(mixture.down, first), next / groups);
+              then = block_of(nth<T>(mixture.down, first), next / groups);
             }
             const int64_t end = pair_from(expert, row + kSummedRows);
             for (int64_t pair = pair_from(expert, row); pair < end; pair += kGroupRows) {

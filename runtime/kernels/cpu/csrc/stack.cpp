@@ -119,11 +119,11 @@ template <class T>
 int64_t Stack::layer_bytes() const {
   int64_t bytes = 0;
   each<AttentionBlock>([&](const AttentionBlock& block) {
-    bytes += bytes_of<T>(block.qkv) + bytes_of<T>(block.output);
+    bytes += bytes_of(block.qkv) + bytes_of(block.output);
   });
   each<MlpBlock>([&](const MlpBlock& block) {
-    bytes += bytes_of<T>(block.gate_up) + bytes_of<T>(block.down);
-    if (block.mixture) bytes += block.mixture->token_bytes<T>();
+    bytes += block.mixture ? block.mixture->token_bytes()
+                           : bytes_of(block.gate_up) + bytes_of(block.down);
   });
   return bytes / layers_;
 }

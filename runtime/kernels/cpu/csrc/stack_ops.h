@@ -48,12 +48,13 @@ class ArgumentReader {
     return weights;
   }
 
-  // A packed weight [columns, inputs], its scales if it is int8, and its bias. With `count` the first
-  // of `count` that follow one another.
+  // A packed weight [columns, inputs] and its bias. With `count` the first of `count` that follow one
+  // another.
   Weights linear(int64_t columns, int64_t inputs, const char* name, int64_t count = 1) {
     const std::optional<at::Tensor> packed = take(), scales = take(), bias = take();
-    TORCH_CHECK(packed, op_, ": the weight of ", name, " is missing");
-    return packed_weights(op_, name, dtype_, columns, inputs, *packed, scales, bias, count);
+    TORCH_CHECK(packed && !scales, op_, ": the weight of ", name,
+                packed ? " has scales, packed weights have none" : " is missing");
+    return packed_weights(op_, name, dtype_, columns, inputs, *packed, bias, count);
   }
 
   Activation activation() {

@@ -175,7 +175,7 @@ class StackThread {
 
   // What this thread probably begins with of a linear layer to come.
   const char* begin_of(const Weights& weights) const {
-    return block_of<T>(weights, std::min(index_, weights.blocks() - 1));
+    return block_of(weights, std::min(index_, weights.blocks() - 1));
   }
 
   const char* begin_of(const StackBlock& block) const {
@@ -480,8 +480,8 @@ class StackThread {
         [&](int64_t unit, int64_t next) {
           const int64_t pair = unit / groups, rows = rows_of(unit);
           const T* x = inputs + first_of(unit) * at_.normed_stride;
-          const char* up = block_of<T>(weights, pairs + pair);
-          const char* then = next < units ? block_of<T>(weights, next / groups) : after;
+          const char* up = block_of(weights, pairs + pair);
+          const char* then = next < units ? block_of(weights, next / groups) : after;
           run_block(weights, pair, x, at_.normed_stride, rows, up, grouped, gates_);
           run_block(weights, pairs + pair, x, at_.normed_stride, rows, then, grouped, sums_);
         },
