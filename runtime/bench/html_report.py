@@ -117,12 +117,10 @@ def step_image(document: Entry) -> str:
     """Return an SVG image: the steps of the first case over time, and their distribution."""
     (case, *_), (shared, rows) = document["cases"], table_rows(document)
     about = "; ".join([shared, _name(rows[0]), MACHINE.format_map(document["environment"])])
-    charts = "".join(
-        f'<g transform="translate({x})">{chart}</g>'
-        for x, chart in ((10, _steps(case)), (WIDTH + 40, _distribution(case)))
-    )
-    parts = [f"<style>{_CHART_STYLE}</style>", charts, _text(10, HEIGHT + 12, about)]
-    return _svg(about, parts, HEIGHT + 24, 2 * WIDTH + 40)
+    parts = [f"<style>{_CHART_STYLE}</style>"]
+    for x, chart in (0, _steps(case)), (WIDTH + 30, _distribution(case)):
+        parts.append(f'<g transform="translate({x} 28)">{chart}</g>')
+    return _svg(about, parts, HEIGHT + 28, 2 * WIDTH + 30)
 
 
 def _tags(tag: str, texts: Iterable[str]) -> str:
@@ -183,7 +181,8 @@ def _svg(title: str, parts: Iterable[str], height: int = HEIGHT, width: int = WI
     """Return an SVG element; a style sheet may change its width and height."""
     size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img"'
-    return f'{head} aria-label="{escape(title)}">{"".join(parts)}</svg>'
+    content = _text(0, 14, title, "title") + "".join(parts)
+    return f'{head} aria-label="{escape(title)}">{content}</svg>'
 
 
 def _text(x: float, y: float, text: str, kind: str = "", turn: int = 0) -> str:
@@ -205,35 +204,33 @@ def _steps(case: Entry) -> str:
     most, floor, size = _longest([case]), case["roofline"]["floor_ms"], len(steps) / repetitions
     highest = 1.15 * max(most, floor)
     x, y = _axis(0, len(steps), _LEFT, _RIGHT), _axis(0, highest, _BOTTOM, _TOP)
-    title = "Time of each step in ms, by repetition"
-    parts = [_text(0, 14, title, "title"), *(_across(y(t), f"{t:g}") for t in _ticks(0, highest))]
+    parts = [_across(y(tick), f"{tick:g}") for tick in _ticks(0, highest)]
     for number in range(repetitions):
         parts.append(_path("", f"M{x((number + 1) * size)} {_BOTTOM}v5"))
         parts.append(_text(x((number + 0.5) * size), _BOTTOM + 18, str(number + 1), "mid"))
     dots = (f"M{x(i + 0.5)} {y(min(ms, most))}h0" for i, ms in enumerate(steps))
     parts.append(_path("dots s0", "".join(dots)))
-    p50 = case["step_ms"]["p50"]
-    parts += [
-        _path(kind, f"M{_LEFT} {y(v)}H{_RIGHT}") for kind, v in (("s0", p50), ("limit", floor))
-    ]
+    p50, below = case["step_ms"]["p50"], min(y(floor) + 15, _BOTTOM - 6)
+    for kind, value in ("s0", p50), ("limit", floor):
+        parts.append(_path(kind, f"M{_LEFT} {y(value)}H{_RIGHT}"))
     parts.append(_text(_RIGHT, y(p50) - 6, f"p50 {_number(p50)}", "s0 end"))
-    below = min(y(floor) + 15, _BOTTOM - 6)
     parts.append(_text(_LEFT + 4, below, f"bandwidth limit {_number(floor)}"))
     if over := [ms for ms in steps if ms > most]:
         text = f"at the top: {len(over)} of up to {_number(max(over))} ms"
         parts.append(_text(_RIGHT, _TOP - 4, text, "end"))
-    return _svg(title, parts)
+    return _svg("Time of each step in ms, by repetition", parts)
 
 
 def _distribution(case: Entry) -> str:
     """Draw the cumulative distribution of the steps, also of other runtimes where it is known."""
     series = [one for one in _series(case) if "samples" in one[2]]
-    floor, most = case["roofline"]["floor_ms"], _longest(entry for *_, entry in series)
-    least, highest = min(floor, *(s["step_ms"]["min"] for *_, s in series)), 1.1 * max(most, floor)
-    lowest = least - 0.1 * (highest - least)  # room for the label of the limit
+    floor = case["roofline"]["floor_ms"]
+    least = min(floor, *(entry["step_ms"]["min"] for *_, entry in series))
+    most = max(floor, _longest(entry for *_, entry in series))
+    # Room for the labels of the limit and of p99.
+    lowest, highest = least - 0.12 * (most - least), most + 0.25 * (most - least)
     x, y = _axis(lowest, highest, _LEFT, _RIGHT), _axis(0, 100, _BOTTOM, _TOP)
-    title = "Share of steps that take at most this many ms"
-    parts = [_text(0, 14, title, "title"), *(_across(y(p), f"{p} %") for p in (0, 50, 90, 100))]
+    parts = [_across(y(percent), f"{percent} %") for percent in (0, 50, 90, 100)]
     parts += [_text(x(t), _BOTTOM + 18, f"{t:g}", "mid") for t in _ticks(lowest, highest)]
     parts.append(_path("limit", f"M{x(floor)} {_BOTTOM}V{_TOP}"))
     parts.append(_text(x(floor) - 5, _BOTTOM - 8, "bandwidth limit", turn=-90))
@@ -249,10 +246,8 @@ def _distribution(case: Entry) -> str:
         if (value := case["step_ms"][f"p{percent}"]) is not None:
             parts.append(_path("mark s0", f"M{x(value)} {y(percent)}h0"))
             text = f"p{percent} {_number(value)} ms"
-            after = x(value) < WIDTH - 90
-            at = x(value) + 7 if after else x(value) - 7
-            parts.append(_text(at, y(percent) + 13, text, "s0" if after else "s0 end"))
-    return _svg(title, parts)
+            parts.append(_text(x(value) + 7, y(percent) + 13, text, "s0"))
+    return _svg("Share of steps that take at most this many ms", parts)
 
 
 def _limits(named: list[tuple[str, Entry]]) -> str:
@@ -260,20 +255,17 @@ def _limits(named: list[tuple[str, Entry]]) -> str:
     bars = [(name, case, *one) for name, case in named for one in _series(case)]
     ends = [case["roofline"]["floor_ms"] for _, case in named]
     ends += [entry["step_ms"]["p90"] or entry["step_ms"]["p50"] for *_, entry in bars]
-    x, title = _axis(0, max(ends), 0, _RIGHT), "Step in ms: p50, p90 in pale; line: bandwidth limit"
-    parts = [_text(0, 14, title, "title")]
+    x, parts = _axis(0, max(ends), 0, _RIGHT), []
     for number, (name, case, runtime, color, entry) in enumerate(bars):
-        y, found, (p50, p90) = (
-            40 + 36 * number,
-            case["roofline"],
-            map(entry["step_ms"].get, ("p50", "p90")),
-        )
+        y, found, steps = 40 + 36 * number, case["roofline"], entry["step_ms"]
+        p50, p90 = steps["p50"], steps["p90"] or steps["p50"]
         note = f"{_number(p50)}, {p50 / case['step_ms']['p50']:.2f} times stepgraph"
         if entry is case:
             read = f"{found['bytes_per_step'] / 1e6:,.0f} MB"
             runtime, note = name, f"{_number(p50)} for {read}: {found['fraction']:.0%}"
         parts += [_text(0, y, runtime), _text(_RIGHT, y, note, "end")]
-        parts.append(_path(f"tail {color}", f"M0 {y + 11}H{x(p90 or p50)}"))
+        parts.append(_path(f"tail {color}", f"M0 {y + 11}H{x(p90)}"))
         parts.append(_path(f"bar {color}", f"M0 {y + 11}H{x(p50)}"))
         parts.append(_path("floor", f"M{x(found['floor_ms'])} {y + 3}v16"))
+    title = "Step in ms: p50, p90 in pale; line: bandwidth limit"
     return _svg(title, parts, 40 + 36 * len(bars))
