@@ -48,15 +48,16 @@ h1{font-size:26px;margin:0}h2{font-size:17px;margin:36px 0 12px}p{margin:4px 0}
 .soft,th,dt,small{color:var(--soft);font-weight:400}small{font-size:14px}
 .warn{border-left:3px solid light-dark(#b3400f,#ffa277);padding-left:12px;margin-top:14px}
 .cards{display:grid;gap:16px;grid-template-columns:repeat(auto-fill,minmax(230px,1fr))}
-article,pre{background:light-dark(#f6f7f9,#1c2026);border-radius:8px;padding:14px 16px}
+article{background:light-dark(#f6f7f9,#1c2026);border-radius:8px;padding:14px 16px}
 article b{display:block;font-size:32px;line-height:1.25}.pair{display:grid;gap:16px 40px;
 grid-template-columns:repeat(auto-fit,minmax(min(100%,430px),1fr))}.scroll{overflow-x:auto}
 table{border-collapse:collapse;font-size:13px;width:100%}th,td{padding:5px 14px 5px 0;
 border-bottom:1px solid var(--rule);text-align:left;white-space:nowrap}
 dl{display:grid;gap:2px 20px;margin:0;grid-template-columns:max-content 1fr;font-size:13px}
-dd{margin:0}dd,pre{overflow-wrap:anywhere;white-space:pre-wrap}
+dd{margin:0;overflow-wrap:anywhere}
 @media print{:root{color-scheme:light}section,article,svg,tr{break-inside:avoid}main{padding:0}
-.pair{grid-template-columns:1fr 1fr}table{font-size:10px}th,td{white-space:normal}}
+.pair{grid-template-columns:1fr 1fr}.scroll{overflow:visible}table{font-size:8px}
+th,td{white-space:normal;padding-right:6px}}
 """
 _PAGE = """\
 <!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>
