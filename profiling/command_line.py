@@ -67,7 +67,7 @@ class CommandParser(argparse.ArgumentParser):
         flags = {
             next(iter(action.option_strings), action.dest).lstrip("-"): action
             for action in self._actions
-            if action.dest != "help"
+            if action.dest not in ("help", "config")
         }
         for name, value, place in self._settings(flags, sys.argv[1:] if args is None else args):
             if (action := flags.get(name)) is None:

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 from ...profiling import capture_window
@@ -47,6 +48,8 @@ class Profiler:
         path = None if inside_nsys() else self._new_path()
         recording: AbstractContextManager[Callable[[], None] | None]
         recording = capture_window() if path is None else trace_recording(path)
+        # torch's profiler imports it at its first start, which would delay a step by a second.
+        await asyncio.to_thread(import_module, "torch._inductor.config")
         scope, stopping = ExitStack(), asyncio.Event()
         begin = partial(scope.enter_context, recording)
         write = await asyncio.wrap_future(self._engine.run_between_steps(begin))

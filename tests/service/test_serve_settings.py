@@ -90,6 +90,7 @@ def test_settings_of_the_command_line_win_then_variables_then_the_file(
     ("text", "variables", "named"),
     [
         ("max-num-seq = 8", {}, ("max-num-seq", "max-num-seqs")),
+        ("config = 'x'", {}, ("config",)),
         ("max-num-seqs = 0", {}, ("max-num-seqs", "0")),
         ("max-num-seqs = [1]", {}, ("max-num-seqs", "one value")),
         ("prefix-cache = 'maybe'", {}, ("prefix-cache", "true or false")),

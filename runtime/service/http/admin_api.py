@@ -14,7 +14,6 @@ import msgspec
 
 from ....profiling.timeline import StepRecord
 from ....profiling.trace import timeline_trace
-from ...errors import RequestError
 from ..health import Phase
 from ..profiler import Profile
 from .exchange import Exchange, encode
@@ -108,9 +107,7 @@ class TokenizerInfo(msgspec.Struct):
 
 async def tokenizer_info(service: Service, exchange: Exchange) -> None:
     """Respond with the tokens and the chat templates of the tokenizer."""
-    found = service.engine.tokenizer
-    if found is None:
-        raise RequestError("the checkpoint has no tokenizer: prompts must be token ids")
+    found = service.tokenizer("prompt")
     templates = found.chat_templates
     info = (found.vocab_size, found.eos_token_ids, found.added_tokens)
     await exchange.respond(TokenizerInfo(*info, templates.get("default"), templates))
