@@ -21,7 +21,7 @@ _LAYOUTS: Final = (
     _Layout("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen-Coder, CodeGemma
     _Layout("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite Code
     _Layout("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
-    _Layout("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek  # noqa: RUF001
+    _Layout("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek
     _Layout("▁<PRE>", "▁<SUF>", "▁<MID>"),  # Code Llama
     _Layout("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),  # CodeGeeX
     _Layout("<[fim-suffix]>", "<[fim-prefix]>", "<[fim-middle]>", suffix_first=True),  # Seed-Coder

@@ -243,5 +243,9 @@ async def test_tags_of_a_continued_message(
 
 @in_event_loop
 async def test_tags_stay_in_the_content_without_parsers(engine: AsyncEngine) -> None:
-    answer = await message(Rig(engine), structured_outputs={"choice": [CALL]}, tools=[TOOL])
+    answer = await message(
+        Rig(engine, tool_parser="none", reasoning_parser=None),
+        structured_outputs={"choice": [CALL]},
+        tools=[TOOL],
+    )
     assert answer["content"] == CALL

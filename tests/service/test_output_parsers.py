@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from stepgraph.runtime.service.http.output_parsers import (
-    MAX_HELD_CHARS,
+    REASONING_FORMATS,
     OutputParser,
-    ends_in_reasoning,
     make_output_parser,
 )
 from stepgraph.runtime.service.http.responses import ChatMessage
+from stepgraph.runtime.service.http.tool_calls import MAX_HELD_CHARS
 
 TOOLS = [{"type": "function", "function": {"name": name}} for name in ("f", "größe")]
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
@@ -147,6 +147,7 @@ def test_think(text: str, started: bool, reasoning: str, content: str) -> None:
 
 
 def test_ends_in_reasoning() -> None:
+    ends_in_reasoning = REASONING_FORMATS["think"].ends_in_reasoning
     assert ends_in_reasoning("<|im_start|>assistant\n<think>\n")
     assert not ends_in_reasoning("<|im_start|>assistant\n<think>\n\n</think>\n\n")
 

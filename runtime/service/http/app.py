@@ -28,7 +28,7 @@ from . import admin_api, chat, completions, messages_api
 from .exchange import BodyLimits, Endpoint, Exchange, HttpError, invalid
 from .generation import Operation, Service
 from .origins import check_origin
-from .output_parsers import make_output_parser
+from .output_parsers import chosen_parsers
 from .page import FILES, Page
 from .requests import DetokenizeRequest, TokenizeRequest, UnknownFields, chat_prompt
 from .token_text import TokenTexts
@@ -202,8 +202,8 @@ def app(
     max_body_bytes: int = 4 << 20,
     allow_origins: Sequence[str] = (),
     metrics: EngineMetrics | None = None,
-    tool_parser: str | None = None,
-    reasoning_parser: str | None = None,
+    tool_parser: str | None = "auto",
+    reasoning_parser: str | None = "auto",
     page: bool = False,
     admin: bool = False,
     profile_dir: Path | None = None,
@@ -220,9 +220,9 @@ def app(
         allow_origins: origins whose web pages may call the service (CORS); `*` for any. Others
             are refused, see `check_origin`.
         metrics: what `/metrics` responds with; None: 404.
-        tool_parser: finds tool calls in answers, see `make_output_parser`; None leaves them in the
-            content.
-        reasoning_parser: separates reasoning from answers, in the same way.
+        tool_parser: name of the format of tool calls, see docs/serving.md; `auto` chooses it by the
+            chat template, None or `none` leaves calls in the content.
+        reasoning_parser: the same for the format of reasoning.
         page: whether to serve the page at `/`, which needs no API key itself.
         admin: whether every client may use the endpoints for operators, such as `/start_profile`
             and `/sleep`; otherwise only requests over a Unix socket.
@@ -237,12 +237,12 @@ def app(
             raise ConfigError(f"{name} must be a sequence of non-empty strings")
     if not model_names:
         raise ConfigError("model_names must have at least one name")
-    make_output_parser(tool_parser, reasoning_parser)  # checks the names
+    parser_names = tool_parser, reasoning_parser
+    chosen_parsers(None, *parser_names)  # checks the names
     kinds = [each.body for each in OPERATIONS.values() if each.body and each.event]
     fields = UnknownFields(engine.config.unknown_fields, kinds)
-    parsers = tool_parser, reasoning_parser
     profiler = Profiler(engine, profile_dir)
-    service = Service(engine, tuple(model_names), fields, metrics, *parsers, profiler)
+    service = Service(engine, tuple(model_names), fields, metrics, parser_names, profiler)
     document = openapi_document(needs_key=bool(api_keys))
     digests = [hashlib.sha256(key.encode()).digest() for key in api_keys]
 

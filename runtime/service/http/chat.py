@@ -15,7 +15,7 @@ from ..request_handle import Delta
 from .chat_grammars import ReasonedOutput, spells_end_of_reasoning
 from .exchange import Exchange
 from .generation import OpenAIAnswer, Operation, Service, generate
-from .output_parsers import OutputParser, ends_in_reasoning, make_output_parser
+from .output_parsers import REASONING_FORMATS, OutputParser, make_output_parser
 from .requests import ChatRequest, chat_prompt
 from .responses import Chat, ChatChoice, Usage
 from .token_text import TokenTexts
@@ -40,7 +40,7 @@ async def converse(
     params = request.params(
         request.num_tokens(service.engine.sampling_defaults.max_tokens),
         request.num_logprobs(),
-        request.forced_call(service.tool_parser),
+        request.forced_call(service.parsers[0]),
     )
     prompt = chat_prompt(request, request.offered_tools())
     params = await _after_reasoning(service, request, prompt, params)
@@ -55,15 +55,18 @@ async def _after_reasoning(
 ) -> SamplingParams:
     """Let the reasoning end first, if the prompt is in it and the grammar does not have its end."""
     structured, tokenizer = params.structured, service.engine.tokenizer
-    if service.reasoning_parser is None or tokenizer is None or structured is None:
+    reasoning = REASONING_FORMATS.get(service.parsers[1] or "")
+    if reasoning is None or tokenizer is None or structured is None:
         return params
     assert isinstance(structured, StructuredOutput)
-    if spells_end_of_reasoning(structured):
+    if spells_end_of_reasoning(structured, reasoning.close):
         return params
     text = await service.engine.run_in_pool(lambda: tokenizer.render(prompt))
-    if not ends_in_reasoning(text, request.continued):
+    if not reasoning.ends_in_reasoning(text, request.continued):
         return params
-    return replace(params, structured=ReasonedOutput(content=structured))
+    is_call = request.tool_choice not in (None, "none", "auto")
+    end = reasoning.before_call if is_call and reasoning.before_call else reasoning.close
+    return replace(params, structured=ReasonedOutput.after(end, structured))
 
 
 class ChatAnswer(OpenAIAnswer[ChatRequest]):
@@ -81,12 +84,12 @@ class ChatAnswer(OpenAIAnswer[ChatRequest]):
         """
         kind = "chat.completion.chunk" if request.stream else "chat.completion"
         super().__init__("chatcmpl", request, model, Chat, kind)
-        self._service = service
+        self._tool_parser, self._reasoning_parser = service.parsers
         self._tokenizer = service.engine.tokenizer
         as_ids = bool(request.return_tokens_as_token_ids)
         self._texts = TokenTexts(self._tokenizer, as_ids=as_ids)
-        self._tools = request.offered_tools() if service.tool_parser else None
-        self.is_parsed = bool(service.reasoning_parser or self._tools)
+        self._tools = request.offered_tools() if self._tool_parser else None
+        self.is_parsed = bool(self._reasoning_parser or self._tools)
         """Whether parsers read the text."""
         structured = params.structured
         self._keeps_special = (  # what the grammar demands may have special tokens
@@ -136,18 +139,18 @@ class ChatAnswer(OpenAIAnswer[ChatRequest]):
         """Return the parser of a completion, which may begin now, for what it gains."""
         parser, tokenizer = self._outputs.get(delta.index), self._tokenizer
         if parser is None:
-            in_reasoning, reasoning = False, self._service.reasoning_parser
+            in_reasoning, reasoning = False, self._reasoning_parser
             continued = self.request.continued
-            if self.is_parsed and tokenizer is not None:
+            if reasoning is not None and tokenizer is not None:
                 # Each token has a byte or more.
                 num_tokens = PROMPT_END_TOKENS + len(continued.encode())
                 end = output.prompt_token_ids[-num_tokens:]
                 text = tokenizer.decode(end, skip_special_tokens=False)
-                in_reasoning = ends_in_reasoning(text, continued)
+                in_reasoning = REASONING_FORMATS[reasoning].ends_in_reasoning(text, continued)
             if continued.strip() and not in_reasoning:
                 reasoning = None  # the answer has begun
             parser = self._outputs[delta.index] = make_output_parser(
-                self._service.tool_parser,
+                self._tool_parser,
                 reasoning,
                 tools=self._tools,
                 in_reasoning=in_reasoning,

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from ...bounded_repr import bounded_repr
 from ...errors import RequestError
 from ...structured.grammars import prepared_schema
 from ...structured_output import MAX_GRAMMAR_BYTES, GrammarKind, StructuredOutput
 from .exchange import invalid
-from .output_parsers import CLOSE
+from .tool_calls import TOOL_FORMATS, ToolFormat, parameter_types
 
 MAX_FORCED_BYTES = 1 << 14
 """Of a grammar whose text is forced: each step tokenises what is left of it."""
+_DESCRIPTIONS = {"title", "description", "default", "examples"}
+_KEYWORDS = {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
+_KEYWORDS |= _DESCRIPTIONS | {"$schema", "x-guidance"}
+_KEYWORDS_OF_TEXT = _DESCRIPTIONS | {"type", "anyOf"}
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """As chat templates write calls; without it a model can put white space between any two parts."""
 
@@ -51,20 +56,26 @@ def tool_call_grammar(
     if tool_parser is None:
         raise invalid(
             "tool_choice",
-            "tool_choice can demand a call only where the server has --tool-parser hermes or"
-            " llama3_json: choose 'auto'",
+            "tool_choice can demand a call only where the server finds calls: start it with"
+            f" --tool-parser {' or '.join(TOOL_FORMATS)}, or choose 'auto'",
         )
-    arguments = "arguments" if tool_parser == "hermes" else "parameters"
-    names = [f"call_{index}" for index in functions]
+    written = TOOL_FORMATS[tool_parser]
     rules = []
-    for name, (index, function) in zip(names, functions.items(), strict=True):
-        head = f'{{"name": {_json(function["name"])}, "{arguments}": '
-        rules.append(f'{name}: {_json(head)} %json {_json(_parameters(index, function))} "}}"')
-    start = "(" + " | ".join(names) + ")"
-    if tool_parser == "hermes":
-        start = f'"<tool_call>\\n" {start} "\\n</tool_call>"'
+    for index, function in functions.items():
+        schema, name = _parameters(index, function), function["name"]
+        head = written.heads[0].replace("{string}", _json(name)[1:-1]).replace("{name}", name)
+        arguments = f"arguments_{index}"
+        rules.append(f"call_{index}: {_json(head.replace('{id}', '0'))} {arguments}")
+        if written.parameter is None and written.quote is None:
+            rules.append(f"{arguments}: %json {_json(schema)}")
+        else:
+            with errors_of(f"tools[{index}].function.parameters"):
+                rules += _one_by_one(arguments, written, schema)
+    calls = " | ".join(f"call_{index}" for index in functions)
+    begin = "" if written.bare else written.open
+    rules.insert(0, f"start: {_json(begin)} ({calls}) {_json(written.end)}")
     # Within a grammar, llguidance does not read this character.
-    grammar = "\n".join((f"start: {start}", *rules)).replace("\x7f", "\\u007f")
+    grammar = "\n".join(rules).replace("\x7f", "\\u007f")
     if len(grammar) > MAX_GRAMMAR_BYTES:
         raise invalid(
             "tools",
@@ -74,6 +85,58 @@ def tool_call_grammar(
     if '"$ref"' in grammar or len(grammar) > MAX_FORCED_BYTES:  # references force long texts too
         return StructuredOutput(grammar=grammar)
     return _CallGrammar(grammar=grammar)
+
+
+def _one_by_one(rule: str, written: ToolFormat, schema: Mapping[str, Any]) -> Iterator[str]:
+    """Write rules of arguments that are written one by one, in the order of the properties."""
+    if more := schema.keys() - _KEYWORDS:
+        raise ValueError(
+            f"{min(more)} cannot be demanded where a model does not write its arguments as one"
+            " JSON object: use properties, or choose 'auto'"
+        )
+    if written.parameter is not None:
+        (head, close), comma, end = written.parameter, "", ""
+        quotes: tuple[str, str] | None = "", close
+    elif written.heads[0].endswith("("):
+        head, close, comma, end, quotes = "{key}=", "", ", ", ")", None
+    else:
+        quote = written.quote or ""
+        head, close, comma, end, quotes = "{key}:", "", ",", "}", (quote, quote)
+    layout = _SPACING if comma != "," else {**_SPACING, "item_separator": comma}
+    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    properties = schema.get("properties", {})
+    yield f"{rule}: {rule}_first_0"
+    for i, (key, given) in enumerate(properties.items()):
+        is_text = quotes is not None and "string" in parameter_types(schema, key)
+        begin = head.replace("{key}", key).replace("{type}", "true" if is_text else "false")
+        if is_text and quotes is not None:
+            value = f"{_json(begin + quotes[0])} {_text(given, quotes[1], rule)}"
+        else:
+            inner = prepared_schema({**given, **shared} if given else {}, layout)
+            value = f"{_json(begin)} %json {_json(inner)} {_json(close)}"
+        yield f"{rule}_{i}: {value}"
+        optional = key not in schema.get("required", ())
+        for kind, before in (("first", ""), ("more", comma)):
+            skipped = f" | {rule}_{kind}_{i + 1}" if optional else ""
+            yield f"{rule}_{kind}_{i}: {_json(before)} {rule}_{i} {rule}_more_{i + 1}{skipped}"
+    for kind in ("first", "more"):
+        yield f"{rule}_{kind}_{len(properties)}: {_json(end)}"
+    if quotes is not None:
+        tag = re.escape(quotes[1].strip()).replace("/", r"\/")
+        yield f"{rule}_text[lazy]: /(?s:.*){tag}/"
+
+
+def _text(schema: Mapping[str, Any], close: str, rule: str) -> str:
+    """Return the grammar of a string without quotes, and of what closes it."""
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if values is not None:
+        return "(" + " | ".join(_json(value + close) for value in values) + ")"
+    if more := schema.keys() - _KEYWORDS_OF_TEXT:
+        raise ValueError(
+            f"{min(more)} cannot be demanded of a string that a model writes without quotes: leave"
+            " it out, or choose 'auto'"
+        )
+    return f"{rule}_text {_json(close[close.index(close.strip()) + len(close.strip()) :])}"
 
 
 def _json(value: object) -> str:
@@ -94,9 +157,15 @@ def _parameters(index: int, function: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReasonedOutput(StructuredOutput):
-    """Any text up to `</think>`, white space, and `content`."""
+    """Any text up to the end of the reasoning, white space, and what follows."""
 
-    content: StructuredOutput | None = None
+    content: str | None = None
+    """The tag that ends the reasoning, and the kind and the source of what follows, in JSON."""
+
+    @classmethod
+    def after(cls, end: str, content: StructuredOutput) -> Self:
+        """Return the output whose reasoning ends with a tag before a content."""
+        return cls(content=_json([end, content.kind, content.source]))
 
     @property
     def kind(self) -> GrammarKind:
@@ -105,11 +174,11 @@ class ReasonedOutput(StructuredOutput):
 
     @property
     def source(self) -> str:
-        """The tag, and the kind and the source of the content, in JSON."""
+        """See `content`."""
         assert self.content is not None
-        return _json([CLOSE, self.content.kind, self.content.source])
+        return self.content
 
 
-def spells_end_of_reasoning(structured: StructuredOutput) -> bool:
+def spells_end_of_reasoning(structured: StructuredOutput, end: str) -> bool:
     """Return whether a grammar is one of the whole output, with the end of the reasoning."""
-    return structured.kind != "json" and CLOSE in structured.source.replace("\\", "")
+    return structured.kind != "json" and end in structured.source.replace("\\", "")

@@ -166,9 +166,9 @@ def make_parser() -> CommandParser:
     )
     origins = "other origins whose web pages may call the service (CORS; default: none)"
     text("--allow-origin", nargs="+", default=(), metavar="ORIGIN", help=origins)
-    calls = "find tool calls in chats: hermes (also Qwen) or llama3_json"
-    text("--tool-parser", metavar="NAME", help=calls)
-    text("--reasoning-parser", metavar="NAME", help="separate reasoning from answers: think")
+    auto = "auto (by the chat template, default), none, or a name in docs/serving.md"
+    for kind, finds in (("tool", "tool calls of chats"), ("reasoning", "reasoning before answers")):
+        text(f"--{kind}-parser", default="auto", metavar="NAME", help=f"format of {finds}: {auto}")
     # With --no-..., which turns off what a configuration file has turned on.
     flag = partial(http.add_argument, action=argparse.BooleanOptionalAction)
     flag("--page", default=True, help="serve a page with a chat at / (default: yes)")

@@ -27,6 +27,7 @@ from ..consumers import AsyncStream
 from ..profiler import Profiler
 from ..request_handle import Delta
 from .exchange import OPENAI, Dialect, Exchange, HttpError, encode, event
+from .output_parsers import chosen_parsers
 from .requests import SamplingRequest, StreamOptions, UnknownFields
 from .responses import Chat, Completion, OptionalUsage, Timings, Usage
 
@@ -46,10 +47,14 @@ class Service:
     model_names: tuple[str, ...]  # that requests may give; responses without one have the first
     fields: UnknownFields
     metrics: EngineMetrics | None
-    tool_parser: str | None  # names for `make_output_parser`
-    reasoning_parser: str | None
+    parser_names: tuple[str | None, str | None]  # of tool calls and of reasoning, as given
     profiler: Profiler
     created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def parsers(self) -> tuple[str | None, str | None]:
+        """The parsers of tool calls and of reasoning. Raises as `AsyncEngine.tokenizer`."""
+        return chosen_parsers(self.engine.tokenizer, *self.parser_names)
 
     def tokenizer(self, field: str = "prompt") -> TextTokenizer:
         """Return the tokenizer, `RequestError` about a field without one."""

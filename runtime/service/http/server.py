@@ -32,6 +32,7 @@ from ..tracing import trace_requests
 from .app import app
 from .command import PROGRAM
 from .connection import LimitedConnection
+from .output_parsers import chosen_parsers
 
 logger = logging.getLogger("stepgraph.serve")
 
@@ -155,7 +156,9 @@ class _Server(uvicorn.Server):
         serving = asyncio.create_task(self.serve([self._listen()]))
         try:
             await self._load(serving)
-            logger.info("serving %s at %s", self._options.model, self._address)
+            options = self._options
+            chosen_parsers(self._engine.tokenizer, options.tool_parser, options.reasoning_parser)
+            logger.info("serving %s at %s", options.model, self._address)
             _say(f"ready: {self._address}", sys.stdout)
             await _first(serving, self._stopped.wait(), self._failed.wait())
             if self._stopped.is_set():

@@ -37,11 +37,11 @@ def build(args: Mapping[str, Any]) -> Application:
     from ray import serve
     from ray.serve.config import AutoscalingConfig
 
-    from ..http.output_parsers import make_output_parser
+    from ..http.output_parsers import chosen_parsers
     from .replica import EngineReplica, Ingress
 
     options = ReplicaOptions.of(args)
-    make_output_parser(options.http.tool_parser, options.http.reasoning_parser)
+    chosen_parsers(None, options.http.tool_parser, options.http.reasoning_parser)
     bundle, routing = replica_bundle(options), options.routing
     actor: dict[str, Any] = {"num_cpus": bundle["CPU"]}
     if "GPU" in bundle:

@@ -48,8 +48,8 @@ class HttpOptions:
     model_names: tuple[Text, ...] = ()
     api_keys: tuple[Text, ...] = field(default=(), repr=False)
     max_body_bytes: Annotated[int, Range(1, 1 << 30)] = 4 << 20
-    tool_parser: str | None = None
-    reasoning_parser: str | None = None
+    tool_parser: str | None = "auto"
+    reasoning_parser: str | None = "auto"
 
     def __post_init__(self) -> None:
         check_fields(self, ConfigError)
