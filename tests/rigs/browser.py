@@ -104,8 +104,9 @@ class Browser:
         return result["result"].get("value")
 
     def wait(self, condition: str, seconds: float = 60.0) -> None:
-        """Wait until a JavaScript expression is true."""
-        wait_until(lambda: self.evaluate(f"Boolean({condition})"), seconds)
+        """Wait until a JavaScript expression is true, and raises nothing."""
+        tried = f"(() => {{ try {{ return Boolean({condition}); }} catch {{ return false; }} }})()"
+        wait_until(lambda: self.evaluate(tried), seconds)
 
     def text(self, selector: str) -> str:
         """Return the text of the last element that matches, as it is shown."""

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import uvicorn
+from starlette.types import ASGIApp
 from stepgraph.runtime import AsyncEngine, Engine, ServiceConfig
 from stepgraph.runtime.service import app
 from stepgraph.runtime.service.http import connection
@@ -69,12 +70,13 @@ class Threaded:
         self,
         start: Callable[[], Engine] = slow_engine,
         service: ServiceConfig | None = None,
+        wrap: Callable[[ASGIApp], ASGIApp] = lambda app: app,
         **options: Any,
     ) -> None:
         self.engine = AsyncEngine(start, service)
         self.engine.start()
         config = uvicorn.Config(
-            app(self.engine, **options),
+            wrap(app(self.engine, **options)),
             http=partial(
                 connection.LimitedConnection, send_timeout=self.engine.config.send_timeout
             ),

@@ -29,7 +29,8 @@ from .exchange import BodyLimits, Endpoint, Exchange, HttpError, invalid
 from .generation import Operation, Service
 from .origins import check_origin
 from .output_parsers import chosen_parsers
-from .page import FILES, Page
+from .page import FILES
+from .page import OPERATIONS as PAGE_OPERATIONS
 from .requests import DetokenizeRequest, TokenizeRequest, UnknownFields, chat_prompt
 from .token_text import TokenTexts
 
@@ -252,7 +253,7 @@ def app(
 
     operations = {("GET", "/openapi.json"): Operation(describe, None), **OPERATIONS}
     if page:
-        operations |= Page(package_version()).operations
+        operations |= PAGE_OPERATIONS
     open_paths = OPEN_PATHS.union(FILES if page else ())
     paths: dict[str, dict[str, Operation]] = {}
     for (method, path), operation in operations.items():

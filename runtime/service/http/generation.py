@@ -50,6 +50,7 @@ class Service:
     parser_names: tuple[str | None, str | None]  # of tool calls and of reasoning, as given
     profiler: Profiler
     created: int = field(default_factory=lambda: int(time.time()))
+    live_views: set[Exchange] = field(default_factory=set)  # those that are open
 
     @property
     def parsers(self) -> tuple[str | None, str | None]:

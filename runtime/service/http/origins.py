@@ -16,11 +16,11 @@ SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 def check_origin(exchange: Exchange, allowed: Collection[str], *, needs_key: bool) -> None:
     """Refuse a request that a page of another origin has made a browser send.
 
-    Browsers name the origin of the page in every POST. Requests without an origin, of all other
-    clients, are not checked. The page's own requests have the origin of their `Host`; so have those
-    of a page whose name has been rebound to this machine, after it was loaded from another one.
-    That is possible where a service without API keys is reached over loopback, by a name that DNS
-    resolves, without TLS: a certificate would not have matched.
+    Browsers name the origin of the page in every POST; other clients name none and are not
+    checked. Requests of the service's own page have the origin of their `Host`. So have those of a
+    page whose name was rebound to this machine after it was loaded from another one: without an API
+    key, over loopback, with a name that DNS resolves, and without TLS, as no certificate would
+    match.
 
     Args:
         exchange: the request.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import mimetypes
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -33,12 +34,6 @@ FILES: Mapping[str, Path] = {
 }
 """The files by their paths, which need no API key."""
 
-_TYPES = {
-    ".html": b"text/html; charset=utf-8",
-    ".js": b"text/javascript; charset=utf-8",
-    ".css": b"text/css; charset=utf-8",
-    ".svg": b"image/svg+xml",
-}
 _POLICY = (
     b"default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self';"
     b" img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -47,11 +42,10 @@ _HEADERS: Headers = (
     (b"content-security-policy", _POLICY),
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
-    (b"cross-origin-opener-policy", b"same-origin"),
     (b"cache-control", b"no-cache"),  # the ETag is compared each time
 )
 
-MAX_LISTENERS = 32
+MAX_VIEWS = 32
 """Live views at a time."""
 LIVE_SECONDS = 30.0
 """Time until a live view ends and its page asks for another one: servers that wait for responses
@@ -76,7 +70,8 @@ async def send_file(service: Service, exchange: Exchange) -> None:
         await exchange.start(304, headers)
         await exchange.send_events(b"", last=True)
         return
-    await exchange.respond(data, content_type=_TYPES[path.suffix], headers=headers)
+    kind = mimetypes.guess_type(path)[0] or "text/plain"
+    await exchange.respond(data, content_type=kind.encode(), headers=headers)
 
 
 @cache
@@ -86,61 +81,45 @@ def _read(path: Path) -> tuple[bytes, bytes]:
     return data, b'"%b"' % hashlib.sha256(data).hexdigest()[:32].encode()
 
 
-class Page:
-    """The endpoints of the page of one service."""
-
-    def __init__(self, version: str) -> None:
-        """Prepare the endpoints; `version` is the package's."""
-        self._version = version
-        self._num_listeners = 0
-
-    @property
-    def operations(self) -> dict[tuple[str, str], Operation]:
-        """The endpoints by method and path. They may change with the page, and are not an API."""
-        return {
-            **{("GET", path): Operation(send_file, None) for path in FILES},
-            ("GET", "/page/settings"): Operation(self.settings, None),
-            ("GET", "/live"): Operation(self.live, None),
+async def settings(service: Service, exchange: Exchange) -> None:
+    """Respond with what the page shows of the service before the first request."""
+    engine = service.engine
+    tokenizer: TextTokenizer | None = engine.tokenizer
+    await exchange.respond(
+        {
+            "models": service.model_names,
+            "max_model_len": engine.max_model_len,
+            "has_chat": tokenizer is not None and bool(tokenizer.chat_templates),
+            "defaults": asdict(engine.sampling_defaults),
+            "gap_bounds_ms": GAP_BOUNDS_MS,
         }
+    )
 
-    async def settings(self, service: Service, exchange: Exchange) -> None:
-        """Respond with what the page shows of the service before the first request."""
-        engine = service.engine
-        tokenizer: TextTokenizer | None = engine.tokenizer
-        await exchange.respond(
-            {
-                "version": self._version,
-                "models": service.model_names,
-                "max_model_len": engine.max_model_len,
-                "has_chat": tokenizer is not None and bool(tokenizer.chat_templates),
-                "defaults": asdict(engine.sampling_defaults),
-                "gap_bounds_ms": GAP_BOUNDS_MS,
-            }
-        )
 
-    async def live(self, service: Service, exchange: Exchange) -> None:
-        """Send the state of the engine every second, as server-sent events.
+async def live(service: Service, exchange: Exchange) -> None:
+    """Send the state of the engine every second, as server-sent events.
 
-        Ends after `LIVE_SECONDS`, and when the engine will serve no more requests.
-        """
-        if self._num_listeners >= MAX_LISTENERS:
-            raise OverloadedError(f"{MAX_LISTENERS} live views are open", retry_after=LIVE_SECONDS)
-        self._num_listeners += 1
-        try:
-            async with exchange.cancelled_on_disconnect():
-                await exchange.start_stream()
-                view, began, last = LiveView(), time.monotonic(), exchange.scope["method"] == "HEAD"
-                while True:
-                    state = service.engine.snapshot()
-                    last |= state.health.phase in (Phase.FAILED, Phase.CLOSED)
-                    last |= state.health.phase is Phase.DRAINING and not state.open_requests
-                    last |= time.monotonic() - began >= LIVE_SECONDS
-                    await exchange.send_events(event(view.update(state)), last=last)
-                    if last:
-                        return
-                    await asyncio.sleep(PERIOD_SECONDS)
-        finally:
-            self._num_listeners -= 1
+    Ends after `LIVE_SECONDS`, and when the engine will serve no more requests.
+    """
+    views = service.live_views
+    if len(views) >= MAX_VIEWS:
+        raise OverloadedError(f"{MAX_VIEWS} live views are open", retry_after=LIVE_SECONDS)
+    views.add(exchange)
+    try:
+        async with exchange.cancelled_on_disconnect():
+            await exchange.start_stream()
+            view, began, last = LiveView(), time.monotonic(), exchange.scope["method"] == "HEAD"
+            while True:
+                state = service.engine.snapshot()
+                last |= state.health.phase in (Phase.FAILED, Phase.CLOSED)
+                last |= state.health.phase is Phase.DRAINING and not state.open_requests
+                last |= time.monotonic() - began >= LIVE_SECONDS
+                await exchange.send_events(event(view.update(state)), last=last)
+                if last:
+                    return
+                await asyncio.sleep(PERIOD_SECONDS)
+    finally:
+        views.remove(exchange)
 
 
 class LiveView:
@@ -193,7 +172,7 @@ class LiveView:
         return [(int(bucket), int(tokens[bucket])) for bucket in np.flatnonzero(tokens)]
 
 
-def _step_times(column: Columns) -> dict[str, dict[str, Any]]:
+def _step_times(column: Columns) -> dict[str, dict[str, float]]:
     """Return the number of steps of each kind, their rows and tokens, and milliseconds by phase."""
     decodes, prefills = column["rows"] > 0, column["prefill_tokens"] > 0
     kinds = {
@@ -206,8 +185,16 @@ def _step_times(column: Columns) -> dict[str, dict[str, Any]]:
             "steps": int(chosen.sum()),
             "rows": int(column["rows"][chosen].sum()),
             "prefill_tokens": int(column["prefill_tokens"][chosen].sum()),
-            "ms": {name: int(column[f"{name}_ns"][chosen].clip(0).sum()) / 1e6 for name in PHASES},
+            **{name: int(column[f"{name}_ns"][chosen].clip(0).sum()) / 1e6 for name in PHASES},
         }
         for kind, chosen in kinds.items()
         if chosen.any()
     }
+
+
+OPERATIONS: Mapping[tuple[str, str], Operation] = {
+    **{("GET", path): Operation(send_file, None) for path in FILES},
+    ("GET", "/page/settings"): Operation(settings, None),
+    ("GET", "/live"): Operation(live, None),
+}
+"""They may change with the page, and are not a part of the API."""

@@ -258,8 +258,7 @@ function grow() {
 
 function download() {
   const settings = Object.fromEntries(fields.map((field) => [field.name, field.value]));
-  const { version } = service;
-  const data = { version, model: byId("model").value, date: new Date(), settings, messages };
+  const data = { model: byId("model").value, date: new Date(), settings, messages };
   const file = new Blob([JSON.stringify(data, null, 2)], { type: "application/json" });
   const link = element("a", { href: URL.createObjectURL(file), download: "stepgraph-chat.json" });
   link.click();

@@ -38,9 +38,8 @@ const share = (part, whole) => `${((100 * part) / (whole || 1)).toFixed(part ? 1
 
 function update(service) {
   const { phase, ready, gauges } = history.at(-1);
-  const context = `${count(service.max_model_len)} tokens of context`;
   const state = phase === "serving" && !ready ? "a step takes too long" : phase;
-  const text = [state, context, `stepgraph ${service.version}`].join(" · ");
+  const text = `${state} · ${count(service.max_model_len)} tokens of context`;
   if (byId("phase").textContent !== text) byId("phase").textContent = text; // is read aloud
   const { rows = 0, usable_blocks: blocks = 0, block_size: size } = gauges;
   const queued = of("gauges", "queued_requests");
@@ -90,37 +89,36 @@ function gapChart(bounds) {
   const bar = tokens.slice(first, Math.max(tokens.findLastIndex(Boolean) + 5, first + 24));
   const shown = [0.5, 0.9, 0.99].map((p) => `p${100 * p} ${duration(quantile(p))}`);
   const label = [...shown, `${count(number)} tokens`].join(" · ");
-  const ends = [first, first + bar.length - 1].map((at) =>
-    element("span", {}, duration(bounds[Math.min(at, bounds.length - 1)])),
-  );
+  const axis = [0, 0.5, 1].map((part) => {
+    const at = Math.min(first + Math.round(part * (bar.length - 1)), bounds.length - 1);
+    return element("span", {}, duration(bounds[at]));
+  });
   return [
     element("p", {}, label),
     bars({ bar }, { top: Math.max(...bar), label }),
-    element("div", { className: "axis" }, ...ends),
+    element("div", { className: "axis" }, ...axis),
   ];
 }
 
 function stepTimes() {
   const kinds = {};
   for (const { steps } of history) {
-    for (const [kind, { ms, ...numbers }] of Object.entries(steps)) {
+    for (const [kind, numbers] of Object.entries(steps)) {
       const found = (kinds[kind] ??= {});
-      for (const [name, value] of Object.entries({ ...numbers, ...ms })) {
-        found[name] = (found[name] ?? 0) + value;
-      }
+      for (const [name, value] of Object.entries(numbers)) found[name] = (found[name] ?? 0) + value;
     }
   }
   return Object.entries(kinds).flatMap(([kind, { steps, rows, prefill_tokens, ...ms }]) => {
     const mean = Object.values(ms).map((value) => value / steps);
-    const each = [`${(rows / steps).toFixed(1)} rows`];
-    if (prefill_tokens) each.push(`${(prefill_tokens / steps).toFixed(1)} prompt tokens`);
     const number = steps === 1 ? "1 step" : `${count(steps)} steps`;
-    const title = `${kind}: ${duration(sum(mean))} · ${number} with ${each.join(", ")}`;
+    const facts = [`${kind}: ${duration(sum(mean))}`, number];
+    if (rows) facts.push(`${(rows / steps).toFixed(1)} rows`);
+    if (prefill_tokens) facts.push(`${(prefill_tokens / steps).toFixed(1)} prompt tokens`);
     const parts = Object.keys(ms).map((name, index) => {
       const key = element("i", { className: `part-${index}` });
       return element("span", {}, key, `${name} ${duration(mean[index])}`);
     });
     const legend = element("p", { className: "legend" }, ...parts);
-    return [element("p", {}, title), stacked(mean, legend.textContent), legend];
+    return [element("p", {}, facts.join(" · ")), stacked(mean, legend.textContent), legend];
   });
 }
