@@ -3,7 +3,7 @@
 // Returns the response, or throws an error with the `status` and the message of the service.
 export async function request(path, { body, signal } = {}) {
   const headers = body ? { "content-type": "application/json" } : {};
-  const key = new TextEncoder().encode(sessionStorage.getItem("key") ?? "");
+  const key = new TextEncoder().encode(sessionStorage.getItem("stepgraph.key") ?? "");
   // Headers are bytes, which JavaScript writes as characters.
   if (key.length) headers.authorization = `Bearer ${String.fromCharCode(...key)}`;
   const method = body ? "POST" : "GET";

@@ -16,22 +16,19 @@ function failed({ status }) {
   return status === 401;
 }
 
-function notice(text) {
-  byId("notice").textContent = text;
-  byId("notice").hidden = !text;
-}
+const notice = (text) => (byId("notice").textContent = text);
 
 async function start() {
   try {
     const settings = await (await request("page/settings")).json();
     notice("");
     byId("key-form").hidden = true;
-    if (!service) {
-      service = settings;
-      byId("model").append(...service.models.map((name) => element("option", {}, name)));
-      startChat(service, failed);
-    }
+    const isFirst = !service;
+    service ??= settings;
     route();
+    if (!isFirst) return;
+    byId("model").append(...service.models.map((name) => element("option", {}, name)));
+    startChat(service, failed);
   } catch (error) {
     if (failed(error)) return notice("");
     notice(`Waiting for the service: ${error.message}`);
@@ -52,7 +49,7 @@ function route() {
 
 byId("key-form").addEventListener("submit", (event) => {
   event.preventDefault();
-  sessionStorage.setItem("key", byId("key").value.trim());
+  sessionStorage.setItem("stepgraph.key", byId("key").value.trim());
   byId("key").value = "";
   start();
 });

@@ -6,6 +6,7 @@ import { MarkdownWriter } from "./markdown.js";
 import { showTiming } from "./timing.js";
 
 const CONTINUED_TOKENS = 128; // of a text that the model continues; the API's default is 16
+const STORED = "stepgraph.chat";
 const REFRESH_MS = 250;
 const ANNOUNCED_CHARS = 2000;
 const NAMES = { user: "You", tool: "Result of the call", assistant: "Model" };
@@ -32,35 +33,47 @@ export function startChat(settings, failed) {
     field.disabled = !hasChat && field.type === "textarea";
   }
   prompt.placeholder = hasChat ? "Message" : "Text to continue";
-  const saved = JSON.parse(sessionStorage.getItem("chat") ?? "{}");
+  const saved = JSON.parse(sessionStorage.getItem(STORED) ?? "{}");
   messages = saved.messages ?? [];
-  for (const field of fields) field.value = saved.values?.[field.name] ?? "";
+  for (const field of fields) field.value = saved.settings?.[field.name] ?? "";
   save();
   showAll();
+  prompt.focus();
 }
+
+const state = () => ({
+  model: byId("model").value,
+  date: new Date(),
+  settings: Object.fromEntries(fields.map((field) => [field.name, field.value])),
+  messages,
+});
 
 // Keeps the conversation and the settings in this tab, for when it is loaded again.
 function save() {
-  const values = Object.fromEntries(fields.map((field) => [field.name, field.value]));
   const given = fields.filter((field) => field.value && !field.disabled);
   byId("changed").textContent = given.map((field) => field.name).join(", ");
-  const slim = messages.map(({ timings, arrived, ...message }) => message);
-  for (const kept of [messages, slim]) {
-    try {
-      return sessionStorage.setItem("chat", JSON.stringify({ messages: kept, values }));
-    } catch {
-      // It is larger than the browser allows.
-    }
+  try {
+    sessionStorage.setItem(STORED, JSON.stringify(state()));
+  } catch {
+    // It is larger than the browser allows, and lasts until the page is loaded again.
   }
+}
+
+// Shows the first setting that is invalid, and returns whether there is none.
+function isValid() {
+  const tools = fields.at(-1);
+  try {
+    tools.setCustomValidity(!tools.value || JSON.parse(tools.value).length ? "" : "Give a list");
+  } catch (error) {
+    tools.setCustomValidity(error.message);
+  }
+  if (composer.checkValidity()) return true;
+  byId("settings").open = true;
+  return composer.reportValidity();
 }
 
 // Returns the path and the body of the request; the server has defaults for what is not given.
 function requestOf(history) {
-  if (!composer.checkValidity()) {
-    byId("settings").open = true;
-    composer.reportValidity();
-    throw new Error("a setting is out of range");
-  }
   const body = { model: byId("model").value, stream: true, return_timings: true };
   for (const { type, name, value } of fields) {
     if (type === "number" && value) body[name] = Number(value);
@@ -69,7 +82,8 @@ function requestOf(history) {
     const text = history.map((message) => message.content).join("");
     return ["v1/completions", { max_tokens: CONTINUED_TOKENS, ...body, prompt: text }];
   }
-  if (valueOf("tools")) body.tools = JSON.parse(valueOf("tools"));
+  const tools = valueOf("tools") && JSON.parse(valueOf("tools"));
+  if (tools) Object.assign(body, { tools, parallel_tool_calls: false });
   body.messages = history.map(({ role, content, tool_calls: calls, tool_call_id: id }) => ({
     role,
     content,
@@ -187,7 +201,7 @@ function show(message, index) {
   const timing = element("aside", { ariaLabel: "Times of this answer" });
   turn.append(timing);
   act("Copy", (event) => copy(message.content, event.target));
-  act("Regenerate", () => goOn(index));
+  act("Regenerate", () => isValid() && goOn(index));
   const thoughts = element("div");
   const reasoning = element("details", {}, element("summary", {}, "Reasoning"), thoughts);
   const content = element("div");
@@ -257,9 +271,7 @@ function grow() {
 }
 
 function download() {
-  const settings = Object.fromEntries(fields.map((field) => [field.name, field.value]));
-  const data = { model: byId("model").value, date: new Date(), settings, messages };
-  const file = new Blob([JSON.stringify(data, null, 2)], { type: "application/json" });
+  const file = new Blob([JSON.stringify(state(), null, 2)], { type: "application/json" });
   const link = element("a", { href: URL.createObjectURL(file), download: "stepgraph-chat.json" });
   link.click();
   URL.revokeObjectURL(link.href);
@@ -268,7 +280,7 @@ function download() {
 composer.addEventListener("submit", (event) => {
   event.preventDefault();
   const content = prompt.value;
-  if (!content.trim() || running) return;
+  if (!content.trim() || running || !isValid()) return;
   const number = edited ?? messages.length;
   const call = messages[number - 1]?.tool_calls?.[0];
   edit(null);
