@@ -275,7 +275,7 @@ def test_server_view_moves_with_the_load(browser: Browser, open_page: Open) -> N
     body = {"prompt": "def main(", "max_tokens": 200, "ignore_eos": True}
     for _ in range(3):
         assert httpx.post(f"{address}{COMPLETIONS}", json=body).status_code == 200
-    browser.wait("document.querySelector('#gaps').innerText.includes('597 tokens')")
+    browser.wait("document.querySelector('#gaps').innerText.includes('597 gaps')")
     steps = browser.text("#steps")
     for shown in ("decode: ", "prefill: ", "plan ", "launch ", "device ", "commit ", "1.0 rows"):
         assert shown in steps, steps

@@ -136,8 +136,8 @@ class LiveView:
         Returns:
             `phase` and `ready` of `Health`; `gauges`, present values; and what happened in the
             `seconds` since the last event: `counts`, by how much each counter of `EngineCounters`
-            has grown; `gaps`, pairs of a bucket of `GAP_BOUNDS_MS` and the tokens with such an
-            inter-token latency; `steps` by kind. The first event only has the present values.
+            has grown; `gaps`, pairs of a bucket of `GAP_BOUNDS_MS` and how often a row waited that
+            long for its next tokens; `steps` by kind. The first event only has the present values.
         """
         now, counters = time.monotonic(), state.counters
         is_first = self._last is None
@@ -168,8 +168,8 @@ class LiveView:
             return []
         gap_ms = np.diff(ended_ns, prepend=self._ended_ns) / 1e6
         self._ended_ns = int(ended_ns[-1])
-        tokens = np.bincount(np.searchsorted(GAP_BOUNDS_MS, gap_ms), weights=column["rows"])
-        return [(int(bucket), int(tokens[bucket])) for bucket in np.flatnonzero(tokens)]
+        counts = np.bincount(np.searchsorted(GAP_BOUNDS_MS, gap_ms), weights=column["rows"])
+        return [(int(bucket), int(counts[bucket])) for bucket in np.flatnonzero(counts)]
 
 
 def _step_times(column: Columns) -> dict[str, dict[str, float]]:

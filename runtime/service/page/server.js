@@ -75,20 +75,20 @@ function tile(name, shown, detail, values) {
 }
 
 function gapChart(bounds) {
-  const tokens = bounds.map(() => 0);
+  const counts = bounds.map(() => 0);
   for (const { gaps } of history) {
-    for (const [bucket, number] of gaps) tokens[Math.min(bucket, bounds.length - 1)] += number;
+    for (const [bucket, number] of gaps) counts[Math.min(bucket, bounds.length - 1)] += number;
   }
-  const number = sum(tokens);
-  if (!number) return [element("p", { className: "muted" }, "no tokens")];
+  const number = sum(counts);
+  if (!number) return [element("p", { className: "muted" }, "none")];
   const quantile = (p) => {
     let below = 0;
-    return bounds[tokens.findIndex((value) => (below += value) >= p * number)];
+    return bounds[counts.findIndex((value) => (below += value) >= p * number)];
   };
-  const first = Math.max(0, tokens.findIndex(Boolean) - 4);
-  const bar = tokens.slice(first, Math.max(tokens.findLastIndex(Boolean) + 5, first + 24));
+  const first = Math.max(0, counts.findIndex(Boolean) - 4);
+  const bar = counts.slice(first, Math.max(counts.findLastIndex(Boolean) + 5, first + 24));
   const shown = [0.5, 0.9, 0.99].map((p) => `p${100 * p} ${duration(quantile(p))}`);
-  const label = [...shown, `${count(number)} tokens`].join(" · ");
+  const label = [...shown, `${count(number)} gaps`].join(" · ");
   const axis = [0, 0.5, 1].map((part) => {
     const at = Math.min(first + Math.round(part * (bar.length - 1)), bounds.length - 1);
     return element("span", {}, duration(bounds[at]));
