@@ -32,6 +32,10 @@ class ServiceConfig:
         switch_interval: seconds after which Python passes the interpreter lock to a waiting thread
             (`sys.setswitchinterval`), in the whole process. With Python's default, 5 ms, an event
             loop can delay a step by that much. None: unchanged.
+        max_stored_responses: responses of `/v1/responses` that are kept in memory, so that clients
+            can read and continue them; a new one replaces the oldest. 0: none.
+        max_stored_bytes: limit of what they take together, as JSON. A larger response is served,
+            and not kept.
         unknown_fields: what happens with fields of HTTP requests that have no effect here. `warn`
             logs each name once, `error` refuses the request, `ignore` does neither. Fields that
             would change the result are always refused, see docs/serving.md.
@@ -50,6 +54,8 @@ class ServiceConfig:
     send_timeout: Seconds = 30.0
     stall_seconds: Seconds = 30.0
     switch_interval: Seconds | None = None
+    max_stored_responses: Annotated[int, Range(0, 1 << 20)] = 1000
+    max_stored_bytes: Annotated[int, Range(0, 1 << 40)] = 256 << 20
     unknown_fields: Literal["error", "warn", "ignore"] = "warn"
 
     def __post_init__(self) -> None:

@@ -24,7 +24,7 @@ from ...sampling_params import MAX_TOKEN_ID
 from ..async_engine import AsyncEngine
 from ..health import Health
 from ..profiler import Profiler
-from . import admin_api, chat, completions, messages_api
+from . import admin_api, chat, completions, messages_api, responses_api
 from .exchange import BodyLimits, Endpoint, Exchange, HttpError, invalid
 from .generation import Operation, Service
 from .origins import check_origin
@@ -32,6 +32,7 @@ from .output_parsers import chosen_parsers
 from .page import FILES
 from .page import OPERATIONS as PAGE_OPERATIONS
 from .requests import DetokenizeRequest, TokenizeRequest, UnknownFields, chat_prompt
+from .response_store import ResponseStore
 from .token_text import TokenTexts
 
 if TYPE_CHECKING:  # it needs prometheus-client
@@ -185,6 +186,7 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     **completions.OPERATIONS,
     **chat.OPERATIONS,
     **messages_api.OPERATIONS,
+    **responses_api.OPERATIONS,
     **admin_api.OPERATIONS,
     ("POST", "/tokenize"): Operation(tokenize, Tokens, body=TokenizeRequest),
     ("POST", "/detokenize"): Operation(detokenize, Text, body=DetokenizeRequest),
@@ -242,8 +244,10 @@ def app(
     chosen_parsers(None, *parser_names)  # checks the names
     kinds = [each.body for each in OPERATIONS.values() if each.body and each.event]
     fields = UnknownFields(engine.config.unknown_fields, kinds)
-    profiler = Profiler(engine, profile_dir)
-    service = Service(engine, tuple(model_names), fields, metrics, parser_names, profiler)
+    config, profiler = engine.config, Profiler(engine, profile_dir)
+    store = ResponseStore(config.max_stored_responses, config.max_stored_bytes)
+    settings = fields, metrics, parser_names, profiler, store
+    service = Service(engine, tuple(model_names), *settings)
     document = openapi_document(needs_key=bool(api_keys))
     digests = [hashlib.sha256(key.encode()).digest() for key in api_keys]
 
@@ -280,7 +284,7 @@ def app(
                 break
         check_origin(exchange, allow_origins, needs_key=bool(digests))
         if digests and path not in open_paths:
-            _check_key(exchange, digests)
+            exchange.key = _check_key(exchange, digests)
         if not methods:
             raise HttpError(404, f"{bounded_text(path)} is not an endpoint", kind="not_found_error")
         if operation is None:
@@ -307,14 +311,16 @@ def app(
     return CORSMiddleware(
         served,
         allow_origins=allow_origins,
-        allow_methods=["GET", "POST"],
+        allow_methods=["GET", "POST", "DELETE"],
         allow_headers=["*"],
         expose_headers=["x-request-id", "request-id"],
     )
 
 
-def _check_key(exchange: Exchange, digests: Sequence[bytes]) -> None:
-    """Refuse a request without a valid API key, in a time that does not depend on the keys."""
+def _check_key(exchange: Exchange, digests: Sequence[bytes]) -> bytes:
+    """Return the digest of the API key. Refuse a request without a valid one, in a time that does
+    not depend on the keys.
+    """
     scheme, key = "bearer", exchange.header(b"x-api-key")
     if key is None:
         scheme, _, key = (exchange.header(b"authorization") or "").partition(" ")
@@ -328,6 +334,7 @@ def _check_key(exchange: Exchange, digests: Sequence[bytes]) -> None:
             code="invalid_api_key",
             headers=((b"www-authenticate", b"Bearer"),),
         )
+    return digest
 
 
 def openapi_document(*, needs_key: bool) -> _Json:

@@ -84,6 +84,7 @@ class ChatAnswer(OpenAIAnswer[ChatRequest]):
         """
         kind = "chat.completion.chunk" if request.stream else "chat.completion"
         super().__init__("chatcmpl", request, model, Chat, kind)
+        self._service = service
         self._tool_parser, self._reasoning_parser = service.parsers
         self._tokenizer = service.engine.tokenizer
         as_ids = bool(request.return_tokens_as_token_ids)

@@ -88,21 +88,29 @@ class Dialect:
     id_headers: tuple[bytes, ...] = ()
     """Headers of responses that have the id of the request, besides `X-Request-Id`."""
     fields: tuple[tuple[str, str], ...] = ()
-    """Regular expressions of fields of `ChatRequest`, and the names of its own; see `named`."""
+    """Regular expressions of fields of `ChatRequest`, and the names of its own."""
+
+    def details(self, error: HttpError) -> ErrorDetails:
+        """Return what is wrong, with the names of this API for the wrong field."""
+        given, field = error.details, error.details.param
+        if not given.param or field is None:
+            return given
+        for pattern, own in self.fields:
+            field = re.sub(rf"^(?:{pattern})", own, field)
+        name = rf"(?<!\w){re.escape(given.param)}(?!\w)"
+        message = re.sub(name, field.replace("\\", r"\\"), given.message)
+        return ErrorDetails(message, given.type, field, given.code)
 
     def named(self, error: HttpError) -> str:
         """Return a message that begins with the wrong field, for bodies without `param`."""
-        given, message = error.details.param or "", error.details.message
-        field = given
-        for pattern, own in self.fields:
-            field = re.sub(rf"^(?:{pattern})", own, field)
-        if given and message.startswith(given):
-            return field + message[len(given) :]
-        return f"{field}: {message}" if field else message
+        details = self.details(error)
+        if details.param is None or details.message.startswith(details.param):
+            return details.message
+        return f"{details.param}: {details.message}"
 
     def error(self, error: HttpError, request_id: str) -> msgspec.Struct:
         """Return the body of an error response."""
-        return ErrorBody(error.details)
+        return ErrorBody(self.details(error))
 
     def error_event(self, error: HttpError, request_id: str) -> bytes:
         """Return an error that ends a stream, encoded."""
@@ -117,7 +125,7 @@ def invalid(param: str, message: str) -> HttpError:
     return HttpError(400, message, param=param)
 
 
-def _http_error(error: Exception, param_of: Callable[[RequestError], str | None]) -> HttpError:
+def http_error(error: Exception, param_of: Callable[[RequestError], str | None]) -> HttpError:
     """Return the response to an exception; `param_of` names the field that it is about."""
     match error:
         case HttpError():
@@ -223,6 +231,8 @@ class Exchange:
         self.dialect = OPENAI
         self.parameters: dict[str, str] = {}
         """Of the path, by their names in the path of the operation."""
+        self.key: bytes | None = None
+        """Digest of the API key; None if the service has no keys."""
         self.param_of: Callable[[RequestError], str | None] = lambda error: error.field
         """Returns the field of the body that an error of the engine is about."""
         self._notes: dict[str, object] = {}
@@ -406,7 +416,7 @@ class Endpoint:
         except ClientDisconnected:
             pass
         except Exception as error:
-            await exchange.respond_error(_http_error(error, exchange.param_of))
+            await exchange.respond_error(http_error(error, exchange.param_of))
             complete = True
         finally:
             exchange.log(complete=complete)

@@ -29,6 +29,7 @@ from ..request_handle import Delta
 from .exchange import OPENAI, Dialect, Exchange, HttpError, encode, event
 from .output_parsers import chosen_parsers
 from .requests import SamplingRequest, StreamOptions, UnknownFields
+from .response_store import ResponseStore
 from .responses import Chat, Completion, OptionalUsage, Timings, Usage
 
 if TYPE_CHECKING:  # it needs prometheus-client
@@ -49,6 +50,7 @@ class Service:
     metrics: EngineMetrics | None
     parser_names: tuple[str | None, str | None]  # of tool calls and of reasoning, as given
     profiler: Profiler
+    responses: ResponseStore
     created: int = field(default_factory=lambda: int(time.time()))
     live_views: set[Exchange] = field(default_factory=set)  # those that are open
 

@@ -65,6 +65,7 @@ Biases = Annotated[
 ]
 Prompts = str | list[str | TokenId | list[TokenId]]
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Entries = Annotated[list[dict[str, Any]], Meta(max_length=1 << 14)]
 """Messages, tools or documents."""
 
@@ -108,7 +109,8 @@ class ResponseFormat(msgspec.Struct):
         schema, field = self.schema, "response_format.schema"
         if schema is None:
             if self.json_schema is None:
-                raise invalid("response_format.json_schema", "response_format needs json_schema")
+                field = "response_format.json_schema"
+                raise invalid(field, f"{field} is missing: the type json_schema needs a schema")
             schema, field = self.json_schema.schema, "response_format.json_schema.schema"
         with errors_of(field):
             return StructuredOutput(json=schema)
@@ -287,9 +289,7 @@ class ChatRequest(SamplingRequest, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
-        None
-    )
+    reasoning_effort: Effort | None = None
 
     def param_of(self, error: RequestError) -> str | None:
         """See `SamplingRequest.param_of`."""
@@ -496,7 +496,8 @@ def _named(names: str, *neutral: Any) -> dict[str, tuple[Any, ...]]:
 _REFUSED: Final[dict[str, tuple[Any, ...]]] = {
     # Of OpenAI, vLLM, SGLang, llama.cpp and others, grouped by their neutral values.
     **_named(
-        "functions function_call reasoning guided_json guided_regex guided_choice"
+        "functions function_call reasoning conversation"
+        " guided_json guided_regex guided_choice"
         " guided_grammar guided_json_object guided_whitespace_pattern prompt_embeds"
         " logits_processors vllm_xargs kv_transfer_params ec_transfer_params use_beam_search"
         " early_stopping repetition_detection watermarking mm_processor_kwargs media_io_kwargs"
@@ -528,6 +529,7 @@ _INSTEAD: Final = {
     "functions": "tools",
     "function_call": "tool_choice",
     "reasoning": "reasoning_effort",
+    "conversation": "previous_response_id of /v1/responses",
     **dict.fromkeys(("guided_json", "json_schema"), "response_format or structured_outputs.json"),
     **dict.fromkeys(("guided_regex", "regex"), "structured_outputs.regex"),
     "guided_choice": "structured_outputs.choice",
@@ -586,8 +588,9 @@ class UnknownFields:
 
     def _check_field(self, name: str, raw: msgspec.Raw) -> None:
         neutral, instead = _REFUSED.get(name), _INSTEAD.get(name)
-        if name in self._all:
-            neutral, instead = neutral or _EMPTY, "the other endpoint, which has it"
+        if name in self._all and name not in _HARMLESS:
+            neutral = neutral or _EMPTY
+            instead = instead or "the other endpoint, which has it"
         if neutral is not None:
             value = msgspec.json.decode(raw)
             # Unlike in Python, true is not 1.
