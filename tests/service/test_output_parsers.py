@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Sequence
 from itertools import pairwise
@@ -17,7 +18,7 @@ from stepgraph.runtime.service.http.output_parsers import (
     make_output_parser,
 )
 from stepgraph.runtime.service.http.responses import ChatMessage
-from stepgraph.runtime.service.http.tool_calls import MAX_HELD_CHARS
+from stepgraph.runtime.service.http.tool_calls import MAX_HELD_CHARS, TOOL_FORMATS
 
 TOOLS = [{"type": "function", "function": {"name": name}} for name in ("f", "größe")]
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
@@ -40,8 +41,13 @@ def add(answer: Answer, parser: OutputParser, text: str, *, last: bool = False) 
     return reasoning + (message.reasoning or ""), content + (message.content or ""), calls
 
 
-def parse(pieces: Sequence[str], tool_parser: str = "hermes", **options: Any) -> Answer:
-    parser = make_output_parser(tool_parser, "think", tools=TOOLS, **options)
+def parse(
+    pieces: Sequence[str],
+    tool_parser: str = "hermes",
+    reasoning_parser: str = "think",
+    **options: Any,
+) -> Answer:
+    parser = make_output_parser(tool_parser, reasoning_parser, tools=TOOLS, **options)
     answer: Answer = ("", "", [])
     for piece in pieces[:-1]:
         answer = add(answer, parser, piece)
@@ -158,23 +164,31 @@ FRAGMENTS = [
     *('"name"', '"f"', '"arguments"', "true", "null", "-1.5e3", "0", CALL, BARE),
     '{"name": "f", "arguments": {"a": ',
 ]
-TEXTS = st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=3), max_size=20).map("".join)
 
 
-@given(
-    text=TEXTS,
-    cuts=st.lists(st.integers(0, 200), max_size=8),
-    tool_parser=st.sampled_from(["hermes", "llama3_json"]),
-    in_reasoning=st.booleans(),
-)
+def fragments(name: str) -> list[str]:
+    """Parts of the texts of a format, and of what may be there in their place."""
+    tool_format = TOOL_FORMATS[name]
+    texts = [tool_format.open, *tool_format.heads, tool_format.end, tool_format.trailing]
+    texts += [*(tool_format.parameter or ()), tool_format.quote or "", "f(a=1)", "(", "=", "x", "'"]
+    filled = [re.sub(r"\{\w+\}", "f", text) for text in texts if text]
+    return [*filled, *(tag.strip() for tag in filled), *(tag[:-1] for tag in filled), *FRAGMENTS]
+
+
+@pytest.mark.parametrize("tool_parser", TOOL_FORMATS)
+@given(data=st.data(), cuts=st.lists(st.integers(0, 200), max_size=8), in_reasoning=st.booleans())
 def test_any_split_gives_the_same_events(
-    text: str, cuts: list[int], tool_parser: str, in_reasoning: bool
+    tool_parser: str, data: st.DataObject, cuts: list[int], in_reasoning: bool
 ) -> None:
+    part = st.sampled_from(fragments(tool_parser)) | st.text(max_size=3)
+    text = data.draw(st.lists(part, max_size=20).map("".join))
+    reasoning_parser = tool_parser if tool_parser in REASONING_FORMATS else "think"
     bounds = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     pieces = [text[a:b] for a, b in pairwise(bounds)]
-    whole = parse([text], tool_parser, in_reasoning=in_reasoning)
-    assert parse(pieces, tool_parser, in_reasoning=in_reasoning) == whole
-    assert parse(list(text), tool_parser, in_reasoning=in_reasoning) == whole
+    names = tool_parser, reasoning_parser
+    whole = parse([text], *names, in_reasoning=in_reasoning)
+    assert parse(pieces, *names, in_reasoning=in_reasoning) == whole
+    assert parse(list(text), *names, in_reasoning=in_reasoning) == whole
 
 
 JSON = st.recursive(
@@ -217,6 +231,18 @@ def test_hostile_text_takes_linear_time_and_bounded_memory() -> None:
             parse([text])
             parse([text[start : start + 9] for start in range(0, len(text), 9)], "llama3_json")
             assert time.perf_counter() - began < 5  # takes 0.1 s
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_hostile_text_takes_linear_time_in_every_format(name: str) -> None:
+    parts = fragments(name)[:20]
+    began = time.perf_counter()
+    for begin in ("", "".join(parts[:2])):
+        for unit in (*parts, "a"):
+            text = begin + unit * (3_000 // len(unit))
+            for size in (1, len(text)):
+                parse([text[start : start + size] for start in range(0, len(text), size)], name)
+    assert time.perf_counter() - began < 20  # takes 2 s
 
 
 def test_the_limit_of_held_text_does_not_depend_on_the_split() -> None:
