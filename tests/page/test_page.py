@@ -184,10 +184,10 @@ def test_chat_sends_edits_and_regenerates(browser: Browser, open_page: Open) -> 
     browser.click("article:first-child .actions button")
     say(browser, "a")
     assert recorder.bodies[3]["messages"][1:] == [{"role": "user", "content": "def main(a"}]
-    kept = browser.text("#turns")
+    kept = browser.evaluate("turns.textContent")
     browser.evaluate("window.isOld = true; location.reload()")
     browser.wait("!window.isOld && !chat.hidden")
-    assert browser.text("#turns") == kept
+    assert browser.evaluate("turns.textContent") == kept
     browser.evaluate("URL.createObjectURL = (file) => { window.saved = file; return '#'; }")
     browser.click("#export")
     saved = json.loads(browser.evaluate("saved.text()"))

@@ -162,7 +162,7 @@ T = TypeVar("T")
 
 MAX_LOGGED_CHARS = 200
 """Of a path or an error in the access log."""
-POLLED = ("/health", "/ready", "/metrics", "/ping", "/load")
+POLLED = ("/health", "/ready", "/metrics", "/ping", "/load", "/live")
 """Paths that monitors request every few seconds: their records have the level DEBUG."""
 
 BODY_SECONDS = 60.0

@@ -127,7 +127,7 @@ class LiveView:
 
     def __init__(self) -> None:
         self._steps = StepReader()
-        self._ended_ns = 0  # of the last step
+        self._last_step = self._ended_ns = 0  # its number, and its end
         self._last: tuple[float, EngineCounters] | None = None
 
     def update(self, state: ServiceSnapshot) -> dict[str, Any]:
@@ -163,12 +163,14 @@ class LiveView:
 
     def _gaps(self, column: Columns) -> list[tuple[int, int]]:
         """Return the inter-token latencies: a decoding row had its last token a step before."""
-        ended_ns = column["started_ns"] + column["taken_ns"]
-        if not len(ended_ns):
+        steps, ended_ns = column["step"], column["started_ns"] + column["taken_ns"]
+        if not len(steps):
             return []
+        follows = np.diff(steps, prepend=self._last_step) == 1  # no step is missing before it
         gap_ms = np.diff(ended_ns, prepend=self._ended_ns) / 1e6
-        self._ended_ns = int(ended_ns[-1])
-        counts = np.bincount(np.searchsorted(GAP_BOUNDS_MS, gap_ms), weights=column["rows"])
+        self._last_step, self._ended_ns = int(steps[-1]), int(ended_ns[-1])
+        buckets = np.searchsorted(GAP_BOUNDS_MS, gap_ms)
+        counts = np.bincount(buckets, weights=column["rows"] * follows)
         return [(int(bucket), int(counts[bucket])) for bucket in np.flatnonzero(counts)]
 
 
