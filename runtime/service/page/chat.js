@@ -154,9 +154,10 @@ async function receive(message, view, history, signal) {
   throw new Error("the connection ended before the answer");
 }
 
+// Scrolls to the end, if it was there or `always`.
 function follow(always = false) {
-  const below = turns.scrollHeight - turns.scrollTop - turns.clientHeight;
-  if (always || below < 150) turns.scrollTop = turns.scrollHeight;
+  const { scrollHeight, scrollTop, clientHeight } = document.documentElement;
+  if (always || scrollHeight - scrollTop - clientHeight < 150) scrollTo(0, scrollHeight);
 }
 
 async function stop() {
