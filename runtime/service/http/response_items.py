@@ -77,9 +77,9 @@ class ResponsesRequest(SamplingRequest, kw_only=True):
         if self.truncation == "auto" and kept is None:
             kept = -1 if self.max_output_tokens else max_model_len - max_model_len // 4
         common = {name: getattr(self, name) for name in _COMMON}
-        if self.text is not None and self.text.format is not None:
-            common["response_format"] = self.text.format
         tools, choice = self._tools()
+        if self.text is not None and choice in (None, "auto", "none"):  # a call is not such a text
+            common["response_format"] = self.text.format
         return ChatRequest(
             **common | {"truncate_prompt_tokens": kept},
             messages=messages,

@@ -182,6 +182,8 @@ class ResponsesAnswer(ChatAnswer):
         self, status: str, usage: Usage | None = None, error: ErrorDetails | None = None
     ) -> bytes:
         """End the response and store it; return the events of its end."""
+        if self._open is _MESSAGE:
+            self._logprobs += self._pending  # of tokens without text, such as the end of a sequence
         events = b"".join(self._close("completed" if status == "completed" else "incomplete"))
         response = self.response = self._response(status)
         if error is not None:
