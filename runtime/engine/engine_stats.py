@@ -86,6 +86,14 @@ class EngineCounters(NamedTuple):
         return total._replace(accepted_by_position=tuple(map(sum, positions)))
 
 
+def _weights(parts: EngineParts) -> str:
+    """Return how the weights of linear layers are stored: a dtype, or the bits of codes."""
+    if formats := parts.model.kernels.formats:
+        return f"int{max(form.levels.bits for form in formats)}"
+    stored = str(parts.config.weights)
+    return str(parts.config.dtype).removeprefix("torch.") if stored == "model" else stored
+
+
 def engine_stats(parts: EngineParts, loop: StepLoop, *, healthy: bool) -> dict[str, Any]:
     """Return the statistics of an engine; see `Engine.stats`."""
     library, scheduler = parts.runner.library, loop.scheduler
@@ -96,6 +104,11 @@ def engine_stats(parts: EngineParts, loop: StepLoop, *, healthy: bool) -> dict[s
     return {
         "healthy": healthy,
         "device": str(parts.config.device),
+        "model": {
+            "type": parts.model.config.model_type,
+            "parameters": parts.num_parameters,
+            "weights": _weights(parts),
+        },
         "model_impl": parts.config.model_impl,
         "mode": parts.config.mode,
         "kernels": parts.model.kernels.name,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import os
 import signal
 import sys
@@ -238,6 +239,8 @@ class EngineParts:
     """Seconds of the start, without the calibration for `max_itl_ms`."""
     code_cache: dict[str, int]
     """Hits and misses of the code cache of `torch.compile` during the start."""
+    num_parameters: int
+    """Of the model, on all ranks."""
     compiled_kernels: CompiledKernels | None = None
     """Triton kernels that were compiled ahead of the steps; None where there are none."""
 
@@ -698,6 +701,7 @@ def start_parts(
         tuple(phases),
         time.perf_counter() - began,
         {"hits": all_hits - hits, "misses": all_misses - misses},
+        sum(math.prod(parameter.shape) for parameter in plan_of(found.config).parameters()),
         compiled_kernels,
     )
     if group is None or group.rank == 0:

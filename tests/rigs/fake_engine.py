@@ -92,7 +92,9 @@ def fake_engine(
         model=SimpleNamespace(
             config=FAKE_MODEL,
             stack=None,
-            kernels=SimpleNamespace(library=None, name="fake", fallbacks=(), collectives=None),
+            kernels=SimpleNamespace(
+                library=None, name="fake", fallbacks=(), formats=(), collectives=None
+            ),
         ),
         tokenizer=tokenizer,
         sampling_defaults=SamplingDefaults(),
@@ -103,6 +105,7 @@ def fake_engine(
         phases=(),
         start_seconds=0.0,
         code_cache={"hits": 0, "misses": 0},
+        num_parameters=0,
         compiled_kernels=None,
     )
     engine = Engine(parts)  # type: ignore[arg-type]

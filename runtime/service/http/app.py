@@ -24,7 +24,7 @@ from ...sampling_params import MAX_TOKEN_ID
 from ..async_engine import AsyncEngine
 from ..health import Health
 from ..profiler import Profiler
-from . import admin_api, chat, completions, messages_api, responses_api
+from . import admin_api, chat, completions, messages_api, ollama_api, responses_api
 from .exchange import BodyLimits, Endpoint, Exchange, HttpError, invalid
 from .generation import Operation, Service
 from .origins import check_origin
@@ -188,6 +188,7 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     **messages_api.OPERATIONS,
     **responses_api.OPERATIONS,
     **admin_api.OPERATIONS,
+    **ollama_api.OPERATIONS,
     ("POST", "/tokenize"): Operation(tokenize, Tokens, body=TokenizeRequest),
     ("POST", "/detokenize"): Operation(detokenize, Text, body=DetokenizeRequest),
 }
@@ -382,6 +383,8 @@ def _operation(operation: Operation) -> _Json:
         }
         event = {"type": "object", "properties": {"data": data}, "required": ["data"]}
         kind = operation.dialect.stream_type.decode().partition(";")[0]
+        if kind != "text/event-stream":  # but a JSON object a line
+            event = _ref(operation.event)
         content = {**content, kind: {"schema": event}}
     responses: _Json = {
         str(status): {"description": HTTPStatus(status).phrase, "content": content}

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from msgspec import UNSET
 
+from ...engine.request_builder import Prompt
 from ...engine.request_output import RequestOutput
 from ...loading.chat_template import ChatPrompt
 from ...sampling_params import SamplingParams
@@ -34,16 +35,21 @@ async def converse(
     exchange: Exchange,
     request: ChatRequest,
     make_answer: Callable[[Service, ChatRequest, str, SamplingParams], ChatAnswer] | None = None,
+    prompt: Prompt | None = None,
 ) -> None:
-    """Send the answers to a conversation; `make_answer` gives them the shape of another API."""
+    """Send the answers to a conversation; `make_answer` gives them the shape of another API.
+
+    A `prompt` takes the place of the messages.
+    """
     model = service.model_name(request.model)
     params = request.params(
         request.num_tokens(service.engine.sampling_defaults.max_tokens),
         request.num_logprobs(),
         request.forced_call(service.parsers[0]),
     )
-    prompt = chat_prompt(request, request.offered_tools())
-    params = await _after_reasoning(service, request, prompt, params)
+    if prompt is None:
+        prompt = chat_prompt(request, request.offered_tools())
+        params = await _after_reasoning(service, request, prompt, params)
     answer = (make_answer or ChatAnswer)(service, request, model, params)
     if answer.is_parsed:
         params = replace(params, skip_special_tokens=False)

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
 
-import msgspec
 from msgspec import UNSET
 
 from ...engine.request_output import RequestOutput
@@ -90,7 +89,7 @@ class _CompletionAnswer(OpenAIAnswer[CompletionRequest]):
             choice.logprobs = self._logprobs(index, echoed, delta, output)
         return choice
 
-    def body(self, choices: list[CompletionChoice], usage: OptionalUsage) -> msgspec.Struct:
+    def body(self, choices: list[CompletionChoice], usage: OptionalUsage) -> object:
         decoded, returned = self.request.num_decoded, self.request.n or 1
         if decoded > returned:
             ranked = sorted(choices, key=lambda c: -self._means.get(c.index, -math.inf))

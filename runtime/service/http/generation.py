@@ -251,7 +251,7 @@ class OpenAIAnswer(Answer[R]):
         self._reports_usage = bool(options.include_usage or request.return_timings)
         self._counts_on = bool(options.include_usage and options.continuous_usage_stats)
 
-    def body(self, choices: list[Any], usage: OptionalUsage) -> msgspec.Struct:
+    def body(self, choices: list[Any], usage: OptionalUsage) -> object:
         extras, self._extras = self._extras, {}
         head = (self.id, self.created, self.model)
         return self._body(*head, choices, usage, self._kind, **extras)

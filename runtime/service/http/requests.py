@@ -507,7 +507,7 @@ _REFUSED: Final[dict[str, tuple[Any, ...]]] = {
         " grammar grammar_lazy json_schema samplers logit_processors lora post_sampling_probs"
         " response_fields return_tokens n_probs n_indent input_prefix input_suffix input_extra"
         " min_keep mirostat top_a eta_cutoff epsilon_cutoff dry_multiplier xtc_probability"
-        " dynatemp_range no_repeat_ngram_size penalty_alpha mcp_servers container",
+        " dynatemp_range no_repeat_ngram_size penalty_alpha mcp_servers container template images",
         *_EMPTY,
     ),
     **_named("audio prediction web_search_options sampling_seed enable_thinking thinking", None),
@@ -516,6 +516,7 @@ _REFUSED: Final[dict[str, tuple[Any, ...]]] = {
     **_named("include_reasoning spaces_between_special_tokens detokenize", None, True),
     **_named("separate_reasoning stream_reasoning do_sample", None, True),
     **_named("truncation_side", None, "left"),
+    **_named("penalize_newline", None, True),
     **_named("length_penalty repeat_penalty typical_p typ_p tfs_z n_cmpl num_beams", None, 1),
     **_named("best_of", None, 1),
     **_named("thinking_token_budget max_new_tokens n_predict adaptive_target", None, -1),
@@ -556,6 +557,9 @@ _HARMLESS = frozenset(
         " request_id rid session_id stream_interval n_keep n_discard repeat_last_n cache_prompt"
         " id_slot timings_per_token return_progress n_cache_reuse sse_ping_interval custom_labels"
         " extra_key cache_control inference_geo diagnostics speed context_management"
+        # Of Ollama: settings of its runner.
+        " num_ctx num_batch num_gpu main_gpu low_vram f16_kv vocab_only use_mmap use_mlock"
+        " num_thread num_keep numa"
         # Settings of methods that a field of the table switches on.
         " mirostat_tau mirostat_eta dynatemp_exponent xtc_threshold dry_base dry_allowed_length"
         " dry_penalty_last_n dry_sequence_breakers"
@@ -575,11 +579,9 @@ class UnknownFields:
         self._all = frozenset().union(*[self._kinds[kind] for kind in chats])
         self._logged: set[str] = set()
 
-    def check(self, body: bytes | bytearray, kind: type) -> None:
+    def check(self, body: bytes | bytearray, kind: type[Any]) -> None:
         """Refuse or log the unknown fields of a body, which has been decoded as a `kind`."""
-        known = self._kinds.get(kind)
-        if known is None:
-            return
+        known = self._kinds.get(kind, frozenset(kind.__struct_encode_fields__))
         given = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
         if given.keys() <= known:
             return
