@@ -158,9 +158,10 @@ async def test_conversations_reach_the_template() -> None:
             return seen[-1]
 
         assert await prompt_of(messages=messages, system="s") == prompt
-        assert await prompt_of(system=texts, tool_choice={"type": "none"}, tools=[TOOL]) == (
-            "[system] a[user] hi begin"
-        )
+        user = {"user_id": "x" * 300}
+        assert await prompt_of(
+            system=texts, tool_choice={"type": "none"}, tools=[TOOL], metadata=user
+        ) == ("[system] a[user] hi begin")
         described = json.dumps({"name": "trip", "parameters": {"type": "object"}})
         tool = {key: TOOL[key] for key in ("name", "input_schema")}
         assert await prompt_of(tools=[{**tool, "type": "custom"}]) == f"[user] hi{described} begin"
@@ -200,7 +201,7 @@ USE = {"type": "tool_use", "id": "t", "name": "trip", "input": {}}
           "tool_choice": {"type": "any"}}, "tools[0].input_schema"),
         ({"output_config": {"format": {"type": "json_schema", "schema": {"type": 3}}}},
          "output_config.format"),
-        ({"metadata": {"user_id": "x" * 300}}, "metadata.user_id"),
+        ({"metadata": {"user_id": 3}}, "metadata"),
         ({"thinking": {"type": "between_tools"}}, "thinking.type"),
         ({"mcp_servers": [{"name": "m"}]}, "mcp_servers"),
         ({"logprobs": 2}, "logprobs"),

@@ -41,6 +41,7 @@ async def converse(
 
     A `prompt` takes the place of the messages.
     """
+    exchange.param_of = request.param_of
     model = service.model_name(request.model)
     params = request.params(
         request.num_tokens(service.engine.sampling_defaults.max_tokens),

@@ -82,9 +82,14 @@ class Service:
         return tokenizer.encode(text, special=special)
 
     def model_name(self, given: str | None) -> str:
-        """Return the name of the model for the response, 404 if no model has it."""
+        """Return the name of the model for the response, 404 if no model has it.
+
+        A name may have the tag `:latest`, which clients of Ollama add.
+        """
         if given is None:
             return self.model_names[0]
+        if given not in self.model_names and given.removesuffix(":latest") in self.model_names:
+            return given.removesuffix(":latest")
         if given not in self.model_names:
             names = " or ".join(self.model_names)
             raise HttpError(

@@ -10,7 +10,7 @@ from msgspec import UnsetType
 
 from ...bounded_repr import bounded_repr
 from ...engine.request_output import RequestOutput
-from ..request_handle import Delta
+from ..request_handle import MAX_TENANT_CHARS, Delta
 from .chat import ChatAnswer, converse
 from .exchange import Dialect, Exchange, HttpError, encode, invalid
 from .generation import Operation, Service
@@ -167,8 +167,9 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     def chat(self, **fields: Any) -> ChatRequest:
         for name in ("max_tokens", "stream", "temperature", "top_p", "top_k"):
             fields[name] = getattr(self, name)
-        user = (self.metadata or {}).get("user_id")
-        return super().chat(stop=self.stop_sequences, user=user, **fields)
+        user = (self.metadata or {}).get("user_id") or ""
+        user = user[:MAX_TENANT_CHARS]  # clients send longer ones
+        return super().chat(stop=self.stop_sequences, user=user or None, **fields)
 
 
 class TokenCounts(msgspec.Struct):
@@ -235,7 +236,6 @@ class _MessagesDialect(Dialect):
         ("stop$", "stop_sequences"),
         (r"(tools\[\d+\])\.function\.parameters", r"\1.input_schema"),
         ("response_format", "output_config.format"),
-        ("user$", "metadata.user_id"),
         ("chat_template_kwargs", "thinking"),
     )
 
@@ -254,9 +254,8 @@ def _event(value: MessageEvent | MessagesError) -> bytes:
 
 async def messages(service: Service, exchange: Exchange) -> None:
     """Respond to a conversation with the model's answer, as Anthropic's API does."""
-    chat = (await exchange.read(MessagesRequest, service.fields.check)).chat()
-    exchange.param_of = chat.param_of
-    await converse(service, exchange, chat, MessagesAnswer)
+    request = await exchange.read(MessagesRequest, service.fields.check)
+    await converse(service, exchange, request.chat(), MessagesAnswer)
 
 
 async def count_tokens(service: Service, exchange: Exchange) -> None:

@@ -79,7 +79,7 @@ class OllamaRequest(msgspec.Struct, kw_only=True):
         elif self.think is not None:
             fields["chat_template_kwargs"] = {"enable_thinking": self.think}
         fields |= {"stream": self.stream is not False, "return_timings": True}
-        return ChatRequest(model=_served(service, self.model), messages=messages, **fields)
+        return ChatRequest(model=service.model_name(self.model), messages=messages, **fields)
 
 
 class OllamaChatRequest(OllamaRequest, kw_only=True):
@@ -133,7 +133,7 @@ class OllamaError(msgspec.Struct):
 class _OllamaDialect(Dialect):
     error_body = OllamaError
     stream_type = b"application/x-ndjson"
-    fields = (
+    fields: tuple[tuple[str, str], ...] = (
         ("temperature|top_[kp]|min_p|seed|stop|(presence|frequency)_penalty", r"options.\g<0>"),
         ("repetition_penalty", "options.repeat_penalty"),
         ("max_tokens", "options.num_predict"),
@@ -148,11 +148,8 @@ class _OllamaDialect(Dialect):
         return encode(self.error(error, request_id)) + b"\n"
 
 
-def _served(service: Service, given: str | None) -> str:
-    """Return a served name, which requests may give with the tag `latest`."""
-    if given is not None and given not in service.model_names:
-        given = given.removesuffix(":latest")
-    return service.model_name(given)
+class _GenerateDialect(_OllamaDialect):
+    fields = (*_OllamaDialect.fields, ("messages.*", "prompt"))
 
 
 async def _read(service: Service, exchange: Exchange, kind: type[R]) -> R:
@@ -179,7 +176,6 @@ async def ollama_chat(service: Service, exchange: Exchange) -> None:
     """Respond to a conversation as Ollama does; without messages, that the model is loaded."""
     request = await _read(service, exchange, OllamaChatRequest)
     chat = request.chat(service, _messages(request.messages or []), tools=request.tools)
-    exchange.param_of = chat.param_of
     if chat.messages:
         await converse(service, exchange, chat, OllamaAnswer)
     else:
@@ -216,7 +212,6 @@ async def ollama_generate(service: Service, exchange: Exchange) -> None:
     texts = {"system": request.system, "user": request.prompt}
     messages = [{"role": role, "content": text} for role, text in texts.items() if text]
     chat = request.chat(service, messages)
-    exchange.param_of = lambda error: "prompt" if error.field == "prompt" else chat.param_of(error)
     if not (request.prompt or request.suffix):
         loaded = _reply(str(chat.model), {"content": ""}, False, done_reason="load")
         await exchange.respond(loaded)
@@ -351,7 +346,7 @@ async def ollama_version(service: Service, exchange: Exchange) -> None:
 async def ollama_show(service: Service, exchange: Exchange) -> None:
     """Respond with what the model is and can do."""
     request = await exchange.read(OllamaShowRequest)
-    name = _served(service, request.model or request.name)
+    name = service.model_name(request.model or request.name)
     tokenizer = service.engine.tokenizer
     templates = {} if tokenizer is None else tokenizer.chat_templates
     tools, thinking = service.parsers
@@ -376,6 +371,10 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         ollama_chat, OllamaResponse, OllamaChatRequest, OllamaResponse, dialect=OLLAMA
     ),
     ("POST", "/api/generate"): Operation(
-        ollama_generate, OllamaResponse, OllamaGenerateRequest, OllamaResponse, dialect=OLLAMA
+        ollama_generate,
+        OllamaResponse,
+        OllamaGenerateRequest,
+        OllamaResponse,
+        dialect=_GenerateDialect(),
     ),
 }
