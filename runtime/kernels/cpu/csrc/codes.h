@@ -56,8 +56,8 @@ struct PackedPart {
   int64_t integers;                         // 1: a code stands for lowest + (code ^ flipped)
   int64_t lowest, flipped;
 
-  // Whether codes stand for the numbers from -128 to 127.
-  bool is_signed() const { return bits == 8 && integers != 0 && lowest == -128; }
+  // Whether codes are the numbers from -128 to 127 themselves.
+  bool is_signed() const { return bits == 8 && integers != 0 && lowest == -128 && flipped == 128; }
 };
 
 // What a packed weight begins with.
@@ -219,14 +219,14 @@ class Avx512CodeWords {
 template <bool Signed>
 class VbmiCodeWords {
  public:
-  VbmiCodeWords(const PackedPart& part, const uint16_t* levels)
-      : flipped_(_mm512_set1_epi8(static_cast<char>(part.flipped ^ 128))) {
-    if (Signed) levels += part.flipped ^ 128;  // where those of 0 to 127 are
+  VbmiCodeWords(const PackedPart&, const uint16_t* levels) {
     uint8_t bytes[2][64 * kVectors];
     for (int i = 0; i < 64 * kVectors; ++i) {
       bytes[0][i] = static_cast<uint8_t>(levels[i]);
       bytes[1][i] = static_cast<uint8_t>(levels[i] >> 8);
     }
+    // Indices have seven bits, so a magnitude of 128, 0x4300 in bf16, is found in the place of 0.
+    if (Signed) bytes[1][0] = 0x43;
     for (int i = 0; i < kVectors; ++i) {
       low_[i] = _mm512_loadu_si512(bytes[0] + 64 * i);
       high_[i] = _mm512_loadu_si512(bytes[1] + 64 * i);
@@ -239,15 +239,12 @@ class VbmiCodeWords {
     const __m512i codes = _mm512_loadu_si512(chunk_ + 64 * step);
     __m512i low, high;
     if constexpr (Signed) {
-      const __m512i number = _mm512_xor_si512(codes, flipped_), least = _mm512_set1_epi8(-128);
-      const __m512i magnitude = _mm512_abs_epi8(number);
+      const __m512i magnitude = _mm512_abs_epi8(codes);
+      const __mmask64 not_zero = _mm512_test_epi8_mask(codes, codes);
       low = _mm512_permutex2var_epi8(low_[0], magnitude, low_[1]);
-      high = _mm512_permutex2var_epi8(high_[0], magnitude, high_[1]);
+      high = _mm512_maskz_permutex2var_epi8(not_zero, high_[0], magnitude, high_[1]);
       constexpr int kOrAnd = 0xf8;  // first | (second & third)
-      high = _mm512_ternarylogic_epi64(high, number, least, kOrAnd);
-      // The magnitude of -128, 0xc300 in bf16, has no place in the tables; that of 0 is found.
-      high = _mm512_mask_mov_epi8(high, _mm512_cmpeq_epi8_mask(number, least),
-                                  _mm512_set1_epi8(static_cast<char>(0xc3)));
+      high = _mm512_ternarylogic_epi64(high, codes, _mm512_set1_epi8(-128), kOrAnd);
     } else {
       const __mmask64 above = _mm512_movepi8_mask(codes);
       const auto look_up = [&](const __m512i* table) {
@@ -263,7 +260,7 @@ class VbmiCodeWords {
 
  private:
   static constexpr int kVectors = Signed ? 2 : 4;
-  __m512i flipped_, low_[kVectors], high_[kVectors];
+  __m512i low_[kVectors], high_[kVectors];
   const char* chunk_;
 };
 #endif
