@@ -13,6 +13,7 @@ from typing import Any
 import jsonschema
 import pytest
 from stepgraph.runtime import AsyncEngine, SamplingParams
+from stepgraph.runtime.service.http.tool_calls import TOOL_FORMATS
 from stepgraph.runtime.structured import compiler
 
 from ..rigs.http_rig import CHAT, COMPLETIONS, Rig, demo_with_template, quick_config
@@ -98,6 +99,20 @@ async def test_numbers_keep_their_digits_on_the_way(engine: AsyncEngine, number:
         calls = message.get("tool_calls")
         text = calls[0]["function"]["arguments"] if calls else message["content"]
         assert json.loads(text, parse_int=str, parse_float=str) == {"n": number}
+
+
+@pytest.mark.parametrize("parser", TOOL_FORMATS)
+@in_event_loop
+async def test_a_demanded_call_is_found_in_every_format(engine: AsyncEngine, parser: str) -> None:
+    rig = Rig(
+        engine, tool_parser=parser, reasoning_parser="harmony" if parser == "harmony" else None
+    )
+    body = {"messages": HI, "tools": [TOOL], "tool_choice": "required", "max_tokens": 200}
+    (choice,) = (await rig.post(body, CHAT)).json()["choices"]
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
+    (call,) = choice["message"]["tool_calls"]
+    assert call["function"]["name"] == "trip"
+    jsonschema.validate(json.loads(call["function"]["arguments"]), SCHEMA)
 
 
 @pytest.mark.parametrize("parser", ["hermes", "llama3_json"])

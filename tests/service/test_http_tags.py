@@ -21,6 +21,7 @@ from ..rigs.service_rig import in_event_loop
 TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 END = "<|im_end|>"
 TEMPLATE = (
+    "{# whose models write <tool_call> and </think> #}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n"
     "{% if thinks %}<think>\n{% endif %}{% endif %}"
@@ -75,7 +76,7 @@ def engine(
 
 @pytest.fixture
 def rig(engine: AsyncEngine) -> Rig:
-    return Rig(engine, tool_parser="hermes", reasoning_parser="think")
+    return Rig(engine)  # whose parsers the template chooses
 
 
 @pytest.fixture

@@ -5,13 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from stepgraph.runtime.service.http.chat_grammars import tool_call_grammar
-from stepgraph.runtime.service.http.output_parsers import make_output_parser
+from stepgraph.runtime.service.http.chat_grammars import ReasonedOutput, tool_call_grammar
+from stepgraph.runtime.service.http.exchange import HttpError
+from stepgraph.runtime.service.http.output_parsers import (
+    REASONING_FORMATS,
+    chosen_parsers,
+    make_output_parser,
+)
 
 from ..rigs.structured_rig import accepts, byte_matcher
 from .test_output_parsers import Answer, add
@@ -316,3 +322,61 @@ def test_a_demanded_call_of_every_format_is_written_as_templates_write_it(name: 
         assert accepts(byte_matcher(grammar.kind, grammar.source), call), call
     wrong = WRITERS[name][0]([("f", {"unit": "K", "opts": []})])
     assert not accepts(byte_matcher(grammar.kind, grammar.source), wrong)
+
+
+REFUSED = {
+    "pattern": {"type": "object", "properties": {"a": {"type": "string", "pattern": "x"}}},
+    "anyOf": {"anyOf": [{"type": "object"}]},
+    "properties": {"type": "object", "properties": []},
+}
+
+
+@pytest.mark.parametrize("keyword", REFUSED)
+def test_a_demanded_call_is_refused_where_its_format_cannot_follow(keyword: str) -> None:
+    function = {"name": "f", "parameters": REFUSED[keyword]}
+    for name in ("glm", "gemma4"):
+        with pytest.raises(HttpError) as refused:
+            tool_call_grammar({3: function}, name)
+        assert refused.value.details.param == "tools[3].function.parameters"
+        assert keyword in str(refused.value)
+
+
+def test_reasoning_of_harmony_comes_before_a_demanded_call() -> None:
+    call = tool_call_grammar({0: {"name": "f", "parameters": DEMANDED}}, "harmony")
+    before = REASONING_FORMATS["harmony"].before_call
+    assert before is not None
+    grammar = ReasonedOutput.after(before, call)
+    text = WRITERS["harmony"][0]([("f", {"unit": "F", "opts": []})]).removesuffix("<|call|>")
+    text = f"<|channel|>analysis<|message|>hm<|end|>{text}"
+    assert accepts(byte_matcher(grammar.kind, grammar.source), text)
+
+
+TEMPLATES = {
+    "{{ '<tool_call>\n{\"name\": \"' }}{% if '</think>' in content %}": ("hermes", "think"),
+    "'<tool_call>\n<function=' + name + '>' '<parameter='": ("qwen3_coder", None),
+    '<|start_header_id|> {"name": f, "parameters": {}} ': ("llama3_json", None),
+    "[TOOL_CALLS]' + name + '[ARGS]' '[THINK]' '[/THINK]": ("mistral", "mistral"),
+    "[TOOL_CALLS] [": ("mistral_json", None),
+    "use [func_name1(param1=value1)]": ("llama4_pythonic", None),
+    "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + name + '<｜tool▁sep｜>": ("deepseek_v31", None),
+    "<｜tool▁calls▁begin｜>function<｜tool▁sep｜>\n```json\n": ("deepseek_v3", None),
+    "{% set dsml = '｜DSML｜' %}'<' + dsml + 'function_calls>' </think>": ("deepseek_v32", "think"),
+    "{% set dsml = '｜DSML｜' %}'<' + dsml + 'tool_calls>' </think>": ("deepseek_v4", "think"),
+    "<tool_call>{{ name }}<arg_key>": ("glm", None),
+    "<|tool_calls_section_begin|>": ("kimi_k2", None),
+    "<|channel|>analysis<|message|> <|channel|>final<|message|>": ("harmony", "harmony"),
+    "respond with <|tool_call|> and a list": ("granite", None),
+    "<|channel>thought\n<channel|><|tool_call>call:": ("gemma4", "gemma4"),
+    "<start_function_call>": ("functiongemma", None),
+    "<minimax:tool_call> <parameter name=": ("minimax_m2", None),
+    "<seed:tool_call><function=f><parameter=x></seed:think>": ("seed_oss", "seed_oss"),
+    "<|im_start|>": (None, None),
+}
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_parsers_are_chosen_by_the_chat_template(template: str) -> None:
+    tokenizer: Any = SimpleNamespace(chat_templates={"default": "hi", "tool_use": template})
+    assert chosen_parsers(tokenizer, "auto", "auto") == TEMPLATES[template]
+    assert chosen_parsers(tokenizer, "none", None) == (None, None)
+    assert chosen_parsers(tokenizer, "glm", "auto")[0] == "glm"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
@@ -14,14 +14,14 @@ from ...errors import RequestError
 from ...structured.grammars import prepared_schema
 from ...structured_output import MAX_GRAMMAR_BYTES, GrammarKind, StructuredOutput
 from .exchange import invalid
-from .tool_calls import TOOL_FORMATS, ToolFormat, parameter_types
+from .tool_calls import TOOL_FORMATS, parameter_types
 
 MAX_FORCED_BYTES = 1 << 14
 """Of a grammar whose text is forced: each step tokenises what is left of it."""
-_DESCRIPTIONS = {"title", "description", "default", "examples"}
-_KEYWORDS = {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
-_KEYWORDS |= _DESCRIPTIONS | {"$schema", "x-guidance"}
-_KEYWORDS_OF_TEXT = _DESCRIPTIONS | {"type", "anyOf"}
+_OF_TEXT = frozenset({"type", "anyOf", "title", "description", "default", "examples"})
+_OF_OBJECT = _OF_TEXT - {"anyOf"} | {"properties", "required", "additionalProperties", "$schema"}
+_OF_OBJECT |= {"$defs", "definitions", "x-guidance"}
+"""Keywords that the grammar of arguments follows if they are not written in JSON."""
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """As chat templates write calls; without it a model can put white space between any two parts."""
 
@@ -66,11 +66,11 @@ def tool_call_grammar(
         head = written.heads[0].replace("{string}", _json(name)[1:-1]).replace("{name}", name)
         arguments = f"arguments_{index}"
         rules.append(f"call_{index}: {_json(head.replace('{id}', '0'))} {arguments}")
-        if written.parameter is None and written.quote is None:
+        if written.parameter is None:
             rules.append(f"{arguments}: %json {_json(schema)}")
-        else:
-            with errors_of(f"tools[{index}].function.parameters"):
-                rules += _one_by_one(arguments, written, schema)
+            continue
+        with errors_of(f"tools[{index}].function.parameters"):
+            rules += _one_by_one(arguments, written.quote, *written.parameter, schema)
     calls = " | ".join(f"call_{index}" for index in functions)
     begin = "" if written.bare else written.open
     rules.insert(0, f"start: {_json(begin)} ({calls}) {_json(written.end)}")
@@ -87,56 +87,48 @@ def tool_call_grammar(
     return _CallGrammar(grammar=grammar)
 
 
-def _one_by_one(rule: str, written: ToolFormat, schema: Mapping[str, Any]) -> Iterator[str]:
+def _one_by_one(
+    rule: str, quote: str, head: str, close: str, schema: Mapping[str, Any]
+) -> Iterator[str]:
     """Write rules of arguments that are written one by one, in the order of the properties."""
-    if more := schema.keys() - _KEYWORDS:
-        raise ValueError(
-            f"{min(more)} cannot be demanded where a model does not write its arguments as one"
-            " JSON object: use properties, or choose 'auto'"
-        )
-    if written.parameter is not None:
-        (head, close), comma, end = written.parameter, "", ""
-        quotes: tuple[str, str] | None = "", close
-    elif written.heads[0].endswith("("):
-        head, close, comma, end, quotes = "{key}=", "", ", ", ")", None
-    else:
-        quote = written.quote or ""
-        head, close, comma, end, quotes = "{key}:", "", ",", "}", (quote, quote)
-    layout = _SPACING if comma != "," else {**_SPACING, "item_separator": comma}
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    if not isinstance(properties, dict) or not isinstance(required, list):
+        raise ValueError("properties must be an object, and required a list")
+    _refuse(schema.keys() - _OF_OBJECT, "arguments that a model writes one by one")
+    comma = {"": "", '"': ", "}.get(quote, ",")
+    layout = {**_SPACING, "item_separator": comma or ", "}
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-    properties = schema.get("properties", {})
+    tag = (quote + close).strip()
+    after = close.partition(tag)[2] if close else ""
+    lazy = re.escape(tag).replace("/", r"\/")
     yield f"{rule}: {rule}_first_0"
+    yield f"{rule}_text[lazy]: /(?s:.*){lazy}/"
     for i, (key, given) in enumerate(properties.items()):
-        is_text = quotes is not None and "string" in parameter_types(schema, key)
+        inner = given if isinstance(given, dict) else {}
+        is_text = quote != '"' and "string" in parameter_types(schema, key)
         begin = head.replace("{key}", key).replace("{type}", "true" if is_text else "false")
-        if is_text and quotes is not None:
-            value = f"{_json(begin + quotes[0])} {_text(given, quotes[1], rule)}"
-        else:
-            inner = prepared_schema({**given, **shared} if given else {}, layout)
+        values = [inner["const"]] if "const" in inner else inner.get("enum")
+        if not is_text:
+            inner = prepared_schema({**inner, **shared}, layout)
             value = f"{_json(begin)} %json {_json(inner)} {_json(close)}"
+        elif values is not None:
+            texts = (each if isinstance(each, str) else _json(each) for each in values)
+            value = " | ".join(_json(begin + quote + each + quote + close) for each in texts)
+        else:
+            _refuse(inner.keys() - _OF_TEXT, f"{key}, a string that a model writes without quotes")
+            value = f"{_json(begin + quote)} {rule}_text {_json(after)}"
         yield f"{rule}_{i}: {value}"
-        optional = key not in schema.get("required", ())
         for kind, before in (("first", ""), ("more", comma)):
-            skipped = f" | {rule}_{kind}_{i + 1}" if optional else ""
+            skipped = f" | {rule}_{kind}_{i + 1}" * (key not in required)
             yield f"{rule}_{kind}_{i}: {_json(before)} {rule}_{i} {rule}_more_{i + 1}{skipped}"
     for kind in ("first", "more"):
-        yield f"{rule}_{kind}_{len(properties)}: {_json(end)}"
-    if quotes is not None:
-        tag = re.escape(quotes[1].strip()).replace("/", r"\/")
-        yield f"{rule}_text[lazy]: /(?s:.*){tag}/"
+        yield f'{rule}_{kind}_{len(properties)}: ""'
 
 
-def _text(schema: Mapping[str, Any], close: str, rule: str) -> str:
-    """Return the grammar of a string without quotes, and of what closes it."""
-    values = [schema["const"]] if "const" in schema else schema.get("enum")
-    if values is not None:
-        return "(" + " | ".join(_json(value + close) for value in values) + ")"
-    if more := schema.keys() - _KEYWORDS_OF_TEXT:
-        raise ValueError(
-            f"{min(more)} cannot be demanded of a string that a model writes without quotes: leave"
-            " it out, or choose 'auto'"
-        )
-    return f"{rule}_text {_json(close[close.index(close.strip()) + len(close.strip()) :])}"
+def _refuse(keywords: Set[str], what: str) -> None:
+    if keywords:
+        found = ", ".join(sorted(keywords))
+        raise ValueError(f"{found} cannot be demanded of {what}: leave it out, or choose 'auto'")
 
 
 def _json(value: object) -> str:

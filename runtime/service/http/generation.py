@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
@@ -40,7 +41,7 @@ R = TypeVar("R", bound=SamplingRequest)
 DONE = b"data: [DONE]\n\n"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Service:
     """An engine and the settings of its HTTP service."""
 
@@ -54,7 +55,7 @@ class Service:
     created: int = field(default_factory=lambda: int(time.time()))
     live_views: set[Exchange] = field(default_factory=set)  # those that are open
 
-    @property
+    @cached_property
     def parsers(self) -> tuple[str | None, str | None]:
         """The parsers of tool calls and of reasoning. Raises as `AsyncEngine.tokenizer`."""
         return chosen_parsers(self.engine.tokenizer, *self.parser_names)

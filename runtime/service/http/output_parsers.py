@@ -6,10 +6,8 @@ chat template, unless they are named.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, Final
 
 from ...bounded_repr import bounded_repr
@@ -19,8 +17,6 @@ from ...request import FinishReason
 from .responses import ChatMessage, ToolCall
 from .text_parser import TextParser, pattern
 from .tool_calls import TOOL_FORMATS, ToolFormat, ToolParser
-
-logger = logging.getLogger("stepgraph.serve")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +74,7 @@ class _ReasoningParser(TextParser):
     def _parse(self) -> Generator[None]:
         add = [] if self._reasons else [self._add_content]
         yield from self._skip_space(*add)
-        if (yield from self._skip_tag(self._tags.open.rstrip())):
+        if (yield from self._skip(self._tags.open.rstrip())):
             self._reasons = True
             yield from self._skip_space()
         if self._reasons:
@@ -202,23 +198,17 @@ def chosen_parsers(
     Raises:
         ConfigError: no parser has this name.
     """
-    sources = () if tokenizer is None else tuple(tokenizer.chat_templates.values())
-    return _chosen_parsers("\n".join(sources), tool_parser, reasoning_parser)
-
-
-@lru_cache(maxsize=64)
-def _chosen_parsers(template: str, *given: str | None) -> tuple[str | None, str | None]:
+    template = "" if tokenizer is None else "\n".join(tokenizer.chat_templates.values())
     chosen: list[str | None] = []
-    known: tuple[Mapping[str, ToolFormat | ReasoningFormat], ...] = TOOL_FORMATS, REASONING_FORMATS
-    for kind, name, formats in zip(("tool", "reasoning"), given, known, strict=True):
-        allowed = ("auto", "none", *formats)
-        if name is not None and name not in allowed:
-            field = f"{kind}_parser"
+    options: tuple[tuple[str, str | None, Mapping[str, ToolFormat | ReasoningFormat]], ...] = (
+        ("tool_parser", tool_parser, TOOL_FORMATS),
+        ("reasoning_parser", reasoning_parser, REASONING_FORMATS),
+    )
+    for field, name, formats in options:
+        if name is not None and name not in (allowed := ("auto", "none", *formats)):
             shown = f"{field} is {bounded_repr(name)}; allowed are {', '.join(allowed)}"
             raise ConfigError(shown, field=field)
         if name == "auto":
             name = next((each for each in formats if formats[each].is_of(template)), None)
         chosen.append(None if name == "none" else name)
-    if template:
-        logger.info("tool parser: %s; reasoning parser: %s", *chosen)
     return chosen[0], chosen[1]

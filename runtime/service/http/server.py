@@ -157,7 +157,11 @@ class _Server(uvicorn.Server):
         try:
             await self._load(serving)
             options = self._options
-            chosen_parsers(self._engine.tokenizer, options.tool_parser, options.reasoning_parser)
+            names = options.tool_parser, options.reasoning_parser
+            chosen = chosen_parsers(self._engine.tokenizer, *names)
+            logger.info(
+                "tool parser: %s; reasoning parser: %s", *(each or "none" for each in chosen)
+            )
             logger.info("serving %s at %s", options.model, self._address)
             _say(f"ready: {self._address}", sys.stdout)
             await _first(serving, self._stopped.wait(), self._failed.wait())

@@ -23,6 +23,7 @@ _FIELDS: Final = {
     "{id}": _WORD,
     "{any}": r"(?P<any>[^\n]{0,128}?)",
     "{list}": r"[\[,]?",
+    "{line}": r"\n?",
 }
 """What a field of a `pattern` stands for."""
 _FIELD: Final = re.compile(r"(\{[a-z]+\}|\s+)")
@@ -80,16 +81,11 @@ class TextParser(ABC):
                 return
             yield
 
-    def _skip_tag(self, *tags: str) -> Generator[None, None, bool]:
-        """Drop one of several tags; return whether the text continued with it."""
-        while True:
-            rest = self._text[self._at : self._at + max(map(len, tags))]
-            if found := next((tag for tag in tags if rest.startswith(tag)), ""):
-                self._at += len(found)
-                return True
-            if self._last or not any(tag.startswith(rest) for tag in tags):
-                return False
-            yield
+    def _skip(self, tag: str) -> Generator[None, None, bool]:
+        """Drop a tag, and white space before it; return whether the text continued with it."""
+        found = yield from self._match(pattern(tag))
+        self._at = self._at if found is None else found.end()
+        return found is not None
 
     def _take_until(
         self, tags: Sequence[str], add: Callable[[str], None]
@@ -143,7 +139,7 @@ def pattern(text: str, *following: str) -> Pattern:
     if following:
         sources = [_sources(each) for each in following]
         ahead = [_GROUP.sub("(?:", "|".join(kind)) for kind in zip(*sources, strict=True)]
-        whole, cut = f"{whole}(?={ahead[0]})", f"{cut}(?:{ahead[1]})"
+        whole, cut = f"{whole}{_FEW_SPACES}(?={ahead[0]})", f"{cut}{_FEW_SPACES}(?:{ahead[1]})"
     return re.compile(_FEW_SPACES + whole), re.compile(_FEW_SPACES + cut)
 
 

@@ -6,10 +6,11 @@ import ast
 import json
 import re
 import secrets
-from collections.abc import Generator, Mapping
+import sys
+from collections.abc import Callable, Generator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -25,22 +26,14 @@ type is known."""
 class ToolFormat:
     """How models write calls. White space in these texts is optional when they are read."""
 
-    open: str
-    """Begins one or more calls."""
-    heads: tuple[str, ...]
-    """What is before the arguments of a call. Grammars have the first one."""
-    end: str = ""
-    """Tags after the arguments: of a call, then of the last one."""
-    trailing: str = ""
-    """Tags that may follow, which grammars leave out."""
-    parameter: tuple[str, str] | None = None
-    """What is around each argument that is a text; None: the arguments are one JSON object."""
-    quote: str | None = None
-    """Around strings, where arguments are literals of Python instead, or similar ones of Gemma."""
-    bare: bool = False
-    """Whether calls of offered functions need no `open`, at the start and after a call."""
-    marks: tuple[str, ...] = ()
-    """A chat template with these texts has this format, without any one with `open`."""
+    open: str  # begins one or more calls
+    heads: tuple[str, ...]  # before the arguments of a call; grammars have the first one
+    end: str = ""  # tags after the arguments: of a call, then of the last one
+    trailing: str = ""  # tags that may follow, which grammars leave out
+    parameter: tuple[str, str] | None = None  # around each argument; None: they are one object
+    quote: str = ""  # around strings, where arguments are literals of Python or of Gemma
+    bare: bool = False  # whether calls of offered functions need no `open` where they may begin
+    marks: tuple[str, ...] = ()  # texts of its chat templates; without any, `open` is one
 
     @property
     def is_object(self) -> bool:
@@ -49,13 +42,13 @@ class ToolFormat:
 
     def is_of(self, template: str) -> bool:
         """Return whether a chat template has this format or one that is looked for later."""
-        parameter = () if self.parameter is None else (self.parameter[0].partition("{")[0],)
-        return all(each in template for each in self.marks or (self.open.strip(), *parameter))
+        head = "" if self.parameter is None else re.split('["{]', self.parameter[0])[0]
+        return all(each in template for each in self.marks or (self.open.strip(), head))
 
     def patterns(self) -> list[Pattern]:
         """Return patterns of the heads."""
         following = ['{ "', "{ }"]
-        if self.quote is not None:
+        if self.quote:
             following = ["{word} =", "{word}:", ")", "}"]
         elif self.parameter is not None:
             following = [self.parameter[0].partition("{")[0], *_TAG.findall(self.end)[:1]]
@@ -65,7 +58,9 @@ class ToolFormat:
 _NAME_FIRST: Final = '{"name": "{string}", "arguments": '
 _PARAMETERS: Final = '{"name": "{string}", "parameters": '
 _LIST: Final = ("[" + _NAME_FIRST, ", " + _NAME_FIRST, _NAME_FIRST)
-_DSML: Final = '<｜DSML｜parameter name="{key}" string="{type}">', "</｜DSML｜parameter>\n"
+_PYTHON: Final = ("[{name}(", ", {name}(")
+_KEYWORD: Final = ("{key}=", "")
+_GEMMA: Final = ("{key}:", "")
 
 TOOL_FORMATS: Final[Mapping[str, ToolFormat]] = {
     "harmony": ToolFormat(  # gpt-oss
@@ -88,20 +83,19 @@ TOOL_FORMATS: Final[Mapping[str, ToolFormat]] = {
         ("<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>",),
         "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
     ),
-    "deepseek_v32": ToolFormat(
-        "<｜DSML｜function_calls>\n",
-        ('<｜DSML｜invoke name="{name}">\n',),
-        "</｜DSML｜invoke>\n</｜DSML｜function_calls>",
-        parameter=_DSML,
-        marks=("｜DSML｜", "function_calls>"),
-    ),
-    "deepseek_v4": ToolFormat(
-        "<｜DSML｜tool_calls>\n",
-        ('<｜DSML｜invoke name="{name}">\n',),
-        "</｜DSML｜invoke>\n</｜DSML｜tool_calls>",
-        parameter=_DSML,
-        marks=("｜DSML｜",),
-    ),
+    **{
+        name: ToolFormat(
+            f"<｜DSML｜{section}>\n",
+            ('<｜DSML｜invoke name="{name}">\n',),
+            f"</｜DSML｜invoke>\n</｜DSML｜{section}>",
+            parameter=(
+                '<｜DSML｜parameter name="{key}" string="{type}">',
+                "</｜DSML｜parameter>\n",
+            ),
+            marks=("｜DSML｜", f"{section}>"),
+        )
+        for name, section in (("deepseek_v32", "function_calls"), ("deepseek_v4", "tool_calls"))
+    },
     "kimi_k2": ToolFormat(
         "<|tool_calls_section_begin|>",
         ("<|tool_call_begin|>functions.{name}:{id}<|tool_call_argument_begin|>",),
@@ -131,9 +125,15 @@ TOOL_FORMATS: Final[Mapping[str, ToolFormat]] = {
         "</function>\n</tool_call>",
         parameter=("<parameter={key}>\n", "\n</parameter>\n"),
     ),
-    "gemma4": ToolFormat("<|tool_call>", ("call:{name}{",), "<tool_call|>", quote='<|"|>'),
+    "gemma4": ToolFormat(
+        "<|tool_call>", ("call:{name}{",), "}<tool_call|>", parameter=_GEMMA, quote='<|"|>'
+    ),
     "functiongemma": ToolFormat(
-        "<start_function_call>", ("call:{name}{",), "<end_function_call>", quote="<escape>"
+        "<start_function_call>",
+        ("call:{name}{",),
+        "}<end_function_call>",
+        parameter=_GEMMA,
+        quote="<escape>",
     ),
     "mistral": ToolFormat(
         "[TOOL_CALLS]", ("{name}[ARGS]", "{name}[CALL_ID]{id}[ARGS]"), marks=("[ARGS]",)
@@ -141,13 +141,14 @@ TOOL_FORMATS: Final[Mapping[str, ToolFormat]] = {
     "mistral_json": ToolFormat("[TOOL_CALLS]", _LIST, "}]"),
     "granite": ToolFormat("<|tool_call|>", _LIST, "}]", trailing="<|/tool_call|>"),  # 3; Phi-4-mini
     "lfm2": ToolFormat(
-        "<|tool_call_start|>", ("[{name}(", ", {name}("), "]<|tool_call_end|>", quote='"'
+        "<|tool_call_start|>", _PYTHON, ")]<|tool_call_end|>", parameter=_KEYWORD, quote='"'
     ),
     "llama4_pythonic": ToolFormat(
         "<|python_start|>",
-        ("[{name}(", ", {name}("),
-        "]",
+        _PYTHON,
+        ")]",
         trailing="<|python_end|>",
+        parameter=_KEYWORD,
         quote='"',
         bare=True,
         marks=("[func_name1(",),
@@ -167,19 +168,22 @@ TOOL_FORMATS: Final[Mapping[str, ToolFormat]] = {
 _TAG: Final = re.compile(r"<[^>]+>|[^\s<]")
 _ARGUMENTS: Final = ("arguments", "parameters")
 _KEYS: Final = frozenset({"name", "type", "id", *_ARGUMENTS})
-_BRACKET: Final = re.compile(r'\\.?|["{}\[\]]', re.S)
+_PART: Final = re.compile(r'[^"\\{}\[\]]+|\\.|["{}\[\]]', re.S)
+_DEPTHS: Final = {"{": 1, "[": 1, "}": -1, "]": -1}
 _LITERAL: Final = re.compile(
-    r"""(?x) (?P<space>[ \t\r\n]+) | (?P<mark>[\[\](){},:=>]) | (?P<quote>["']|<\|"\|>|<escape>)
+    r"""(?x) (?P<space>[ \t\r\n]+) | (?P<mark>[\[\](){},:=>]) | ["'] | (?P<tag><\|"\|>|<escape>)
     | (?P<other> <(?=(?s:.{7}))) | (?P<key>[^\s<>"'=:(){}\[\],]{1,256}+) \s{0,32} [=:]
     | (?P<word>[^\s<>"'=:(){}\[\],]{1,256}+) (?= \s{32} | \s{0,32} [^\s=:])"""
 )
 """The parts of literals, each of which is known once so much of the text is."""
-_QUOTED: Final = {quote: re.compile(rf"(?s)(?:[^{quote}\\]|\\.)+") for quote in "\"'"}
+_QUOTED: Final = {
+    quote: re.compile(rf"(?s)(?P<part>(?:[^{quote}\\]|\\.)+)|{quote}") for quote in "\"'"
+}
 _ESCAPE: Final = re.compile(r"(?s)\\(.)|[^\\]+")
 _NUMBER: Final = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
 _CONSTANTS: Final = {
-    **{"True": "true", "False": "false", "None": "null", "(": "[", ":": ": "},
-    **{word: word for word in ("true", "false", "null", *"[{=><")},
+    **{"True": "true", "False": "false", "None": "null", "(": "[", ":": ": ", "'": '"'},
+    **{word: word for word in ("true", "false", "null", *'[{=><"')},
 }
 _BRACKETS: Final = {"(": "]", "[": "]", "{": "}"}
 _TYPES: Final[Mapping[type, str]] = {
@@ -187,9 +191,7 @@ _TYPES: Final[Mapping[type, str]] = {
     **{list: "array", dict: "object", type(None): "null"},
 }
 _ALL_TYPES: Final = frozenset(_TYPES.values())
-_MOST_EVALUATED: Final = 1 << 12
-"""Characters of a literal of Python where JSON is expected."""
-_DEEPEST_SCHEMA: Final = 16
+_STRING: Final = frozenset({"string"})
 
 
 class ToolParser(TextParser):
@@ -204,8 +206,9 @@ class ToolParser(TextParser):
         """Begin before the text; `tools` are the schemas of the parameters of functions by name."""
         self._format, self._tools = tool_format, tools
         self._patterns = tool_format.patterns()
-        self._end = _TAG.findall((tool_format.end + tool_format.trailing).removeprefix("}"))
+        self._end = _TAG.findall((tool_format.end + tool_format.trailing).lstrip(")}"))
         self._num_calls = 0
+        self._is_sure = False  # whether a call needs no name of a function that is offered
         super().__init__()
 
     def _parse(self) -> Generator[None]:
@@ -220,64 +223,47 @@ class ToolParser(TextParser):
 
     def _read_call(self, tag: str) -> Generator[None, None, bool]:
         """Read a call; what is not one is content, with its tag."""
-        is_trusted = bool(tag) or not self._format.bare
+        written, self._is_sure = self._format, bool(tag) or not self._format.bare
         found = yield from self._match(*self._patterns)
-        quote = '"' if self._format.is_object else ""
-        name = "" if found is None else quote + found["name"] + quote
-        if found is not None and self._begin_call(name, is_trusted=is_trusted):
+        if found is not None and self._begin_call(found["name"]):
             self._at = found.end()
-            if self._format.parameter is not None:
-                yield from self._read_parameters(name, *self._format.parameter)
-            elif self._format.quote is not None:
+            if written.quote:
                 yield from self._read_literals()
+            elif written.parameter is not None:
+                yield from self._read_parameters(found["name"], *written.parameter)
             else:
-                yield from self._skip_space()
-                yield from self._read_object(0, reports=True)
+                yield from self._read_object(0, self._add)
             self._num_calls += 1
-            if self._format.is_object:
+            if written.is_object:
                 yield from self._skip_space()
                 if self._text[self._at : self._at + 1] in (",", "}"):  # it may be missing
-                    yield from self._read_object(1, reports=False)
+                    yield from self._read_object(1, lambda text: None)
             return True
-        if self._format.is_object:
-            return (yield from self._read_whole_object(tag, is_trusted=is_trusted))
-        self._gained.content += tag
+        held = [tag]
+        if written.is_object:
+            found = yield from self._match(pattern("{list} {", ' "', " }"))
+            begins = found is not None
+            if begins and not self._is_sure:
+                key = yield from self._match(pattern('{list} { "{string}"'))
+                begins = key is not None and key["name"] in _KEYS
+            if begins:
+                yield from self._take_until(["{"], held.append)
+                held.append("{")
+                is_whole = yield from self._read_object(1, held.append, MAX_HELD_CHARS)
+                text = "".join(held[1:])
+                if is_whole and self._add_call(text[text.index("{") :]):
+                    return True
+        self._gained.content += "".join(held)
         return False
 
-    def _read_whole_object(self, tag: str, *, is_trusted: bool) -> Generator[None, None, bool]:
-        """Hold an object until it is whole, and report it if it is a call."""
-        found = yield from self._match(pattern("{list} {", ' "', " }"))
-        begin = 0 if found is None else found.end() - 1 - self._at
-        if found is not None and not is_trusted:
-            key = yield from self._match(pattern('{list} { "{string}"'))
-            if key is None or key["name"] not in _KEYS:
-                found = None
-        if found is None:
-            self._gained.content += tag
-            return False
-        brackets, num_scanned = _Brackets(), 0
-        while True:
-            start = self._at + begin
-            stop = min(len(self._text), start + MAX_HELD_CHARS)
-            end = brackets.feed(self._text, start + num_scanned, stop)
-            num_scanned = stop - start
-            if end is not None and self._add_call(self._text[start:end], is_trusted=is_trusted):
-                self._at = end
-                return True
-            if end is not None or self._last or num_scanned == MAX_HELD_CHARS:
-                self._gained.content += tag + self._text[self._at : end or stop]
-                self._at = end or stop
-                return False
-            yield
-
-    def _begin_call(self, name: str, *, is_trusted: bool) -> bool:
-        """Report a call, if there is a function of this name, which may be a string in JSON."""
-        if name.startswith('"'):
+    def _begin_call(self, name: str) -> bool:
+        """Report a call, if there is a function of this name, which is a string of JSON in JSON."""
+        if self._format.is_object:
             try:
-                name = msgspec.json.decode(name.encode(errors="surrogatepass"), type=str)
+                name = msgspec.json.decode(f'"{name}"'.encode(errors="surrogatepass"))
             except ValueError:
                 return False
-        if not name or not (is_trusted or name in self._tools):
+        if not name or not (self._is_sure or name in self._tools):
             return False
         index, call_id = self._num_calls, f"call_{secrets.token_hex(12)}"
         self._gained.calls[index] = ToolCall(Function("", name), index, call_id, "function")
@@ -289,60 +275,68 @@ class ToolParser(TextParser):
         call = self._gained.calls.setdefault(index, ToolCall(Function(""), index))
         call.function.arguments += text
 
-    def _add_call(self, text: str, *, is_trusted: bool) -> bool:
+    def _add_call(self, text: str) -> bool:
         """Report a whole object, if it is a call."""
         try:
             fields = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
         except (ValueError, RecursionError):
             return False
         given = [bytes(fields[name]) for name in _ARGUMENTS if name in fields]
-        if not is_trusted and (not given or not fields.keys() <= _KEYS):
+        if not self._is_sure and (not given or not fields.keys() <= _KEYS):
             return False
-        arguments = given[0] if given else b"null"
-        if len(given) > 1 or arguments[:1] not in (b"{", b"n") or "name" not in fields:
+        arguments, name = given[0] if given else b"null", bytes(fields.get("name", b"")).decode()
+        if len(given) > 1 or arguments[:1] not in (b"{", b"n") or name[:1] != '"':
             return False
-        name = bytes(fields["name"]).decode()
-        if name[:1] != '"' or not self._begin_call(name, is_trusted=is_trusted):
+        if not self._begin_call(name[1:-1]):
             return False
         self._add("{}" if arguments == b"null" else arguments.decode())
         self._num_calls += 1
         return True
 
-    def _read_object(self, depth: int, *, reports: bool) -> Generator[None]:
-        """Read an object to its end, and report it as arguments or drop it."""
-        brackets, end = _Brackets(depth), None
-        while end is None:
-            end = brackets.feed(self._text, self._at, len(self._text))
-            stop = len(self._text) if end is None else end
-            if reports and stop > self._at:
-                self._add(self._text[self._at : stop])
-            self._at = stop
-            if end is None:
-                if self._last:
-                    return
-                yield
+    def _read_object(
+        self, depth: int, add: Callable[[str], None], most: int = sys.maxsize
+    ) -> Generator[None, None, bool]:
+        """Pass up to `most` characters to `add`, to the end of an object; return whether it ends.
+
+        The text is within `depth` brackets of it.
+        """
+        in_string = False
+        while True:
+            end, stop = self._at, min(len(self._text), self._at + most)
+            for found in _PART.finditer(self._text, self._at, stop):
+                end, part = found.end(), found[0]
+                if part == '"':
+                    in_string = not in_string
+                elif not in_string and part in _DEPTHS:
+                    depth += _DEPTHS[part]
+                    if depth <= 0:
+                        break
+            ends, is_late = depth <= 0 < end - self._at, self._last or stop < len(self._text)
+            if is_late and not ends:
+                end = stop  # a backslash may be left
+            add(self._text[self._at : end])
+            most -= end - self._at
+            self._at = end
+            if ends or is_late:
+                return ends
+            yield
 
     def _read_parameters(self, name: str, head: str, close: str) -> Generator[None]:
         """Report parameters that are texts between tags as an object."""
         schema = self._tools.get(name)
         before = "{"
-        begin = pattern(head.rstrip())
+        has_lines = head.endswith("\n")
+        begin = pattern(head.rstrip() + "{line}" * has_lines)
+        tags = [close.strip(), *["\n" + close.strip()] * has_lines]
         while (found := (yield from self._match(begin))) is not None:
             self._at = found.end()
             self._add(f"{before}{_json(found['key'])}: ")
             before = ", "
-            types = parameter_types(schema, found["key"])
-            if "type" in begin[0].groupindex:  # written by the model
-                types = _ALL_TYPES - {"string"}
-                if found["type"] in ("true", "string"):
-                    types = frozenset({"string"})
-            tags = [close.strip()]
-            if head.endswith("\n"):
-                yield from self._skip_tag("\n")
-                tags.append("\n" + close.strip())
+            types, written = parameter_types(schema, found["key"]), found.groupdict().get("type")
+            if written is not None:  # by the model
+                types = _STRING if written in ("true", "string") else _ALL_TYPES - _STRING
             if not (yield from self._read_value(types, tags)):
                 return
-            yield from self._skip_space()
         if self._at < len(self._text):  # not cut off
             self._add(before.replace(", ", "") + "}")
 
@@ -353,7 +347,7 @@ class ToolParser(TextParser):
         def add(text: str) -> None:
             nonlocal is_begun, held
             held += text
-            if is_begun or types == {"string"} or len(held) > MAX_HELD_CHARS:
+            if is_begun or types == _STRING or len(held) > MAX_HELD_CHARS:
                 self._add('"' * (not is_begun) + _inner(held))
                 is_begun, held = True, ""
 
@@ -367,82 +361,43 @@ class ToolParser(TextParser):
     def _read_literals(self) -> Generator[None]:
         """Report literals of Python or Gemma in JSON, up to the bracket that ends the call."""
         self._add("{")
-        closing, comma = ["}"], ""  # of the brackets that are open; one that is not reported yet
+        closing, comma, quote = ["}"], "", ""  # of open brackets; not reported yet; of a string
         while closing:
-            found = _LITERAL.match(self._text, self._at)
-            if found is None:
-                if self._last:
-                    self._add(comma + self._text[self._at :])
-                    self._at = len(self._text)
-                    return
+            found = _QUOTED.get(quote, _LITERAL).match(self._text, self._at)
+            if found is None and not self._last:
                 yield
                 continue
+            if found is None:
+                self._add(comma + self._text[self._at :])
+                self._at = len(self._text)
+                return
             self._at = found.end()
             kind, text = found.lastgroup, found[0]
-            if text in (")", "]", "}"):
+            if kind == "part":
+                self._add(_ESCAPE.sub(_escaped, text))
+            elif quote:
+                self._add('"')
+                quote = ""
+            elif text in (")", "]", "}"):
                 self._add(closing.pop())
                 comma = ""
             elif text == ",":
                 comma = ", "
             elif kind != "space":
-                self._add(comma + _as_json(found))
-                comma = ""
-                if kind == "quote" and (yield from self._read_string(text)):
-                    self._add('"')
-                elif text in _BRACKETS:
+                self._add(comma + ("" if kind == "tag" else _as_json(found)))
+                comma, quote = "", text if text in _QUOTED else ""
+                if text in _BRACKETS:
                     closing.append(_BRACKETS[text])
-
-    def _read_string(self, quote: str) -> Generator[None, None, bool]:
-        """Report a string up to its quote as JSON; return whether it has one."""
-        if quote not in _QUOTED:
-            closed = yield from self._take_until((quote,), lambda text: self._add(_inner(text)))
-            return bool(closed)
-        while True:
-            if found := _QUOTED[quote].match(self._text, self._at):
-                self._add(_ESCAPE.sub(_escaped, found[0]))
-                self._at = found.end()
-            if self._text.startswith(quote, self._at):
-                self._at += 1
-                return True
-            if self._last:
-                self._at = len(self._text)
-                return False
-            yield
+                elif kind == "tag":
+                    yield from self._read_value(_STRING, [text])
 
     def _skip_end(self) -> Generator[None, None, str | None]:
         """Drop the end of a call; return the tag of one that may follow at once, None without."""
         is_closed = False
         for tag in self._end:
-            yield from self._skip_space()
-            is_closed = yield from self._skip_tag(tag)
+            is_closed = yield from self._skip(tag)
         yield from self._skip_space()
         return None if is_closed and not self._format.bare else ""
-
-
-class _Brackets:
-    """Finds the end of an object: the bracket that closes it, outside of strings."""
-
-    def __init__(self, depth: int = 0) -> None:
-        """Begin within `depth` open brackets."""
-        self._depth = depth
-        self._in_string = False
-        self._escapes = False
-
-    def feed(self, text: str, at: int, stop: int) -> int | None:
-        """Read `text` from `at` to `stop`; return the index after the end, None without it."""
-        if self._escapes and at < stop:
-            self._escapes, at = False, at + 1
-        for found in _BRACKET.finditer(text, at, stop):
-            token = found[0]
-            if token[0] == "\\":
-                self._escapes = len(token) == 1
-            elif token == '"':
-                self._in_string = not self._in_string
-            elif not self._in_string:
-                self._depth += 1 if token in "{[" else -1
-                if self._depth <= 0:
-                    return found.end()
-        return None
 
 
 def _json(value: object) -> str:
@@ -465,8 +420,6 @@ def _escaped(found: re.Match[str]) -> str:
 def _as_json(found: re.Match[str]) -> str:
     """Return a part of a literal in JSON, of a string its quote."""
     text = found[0]
-    if found["quote"] is not None:
-        return '"'
     if found["key"] is not None:
         return f"{_json(found['key'])}: "
     return text if _NUMBER.fullmatch(text) else _CONSTANTS.get(text) or _json(text)
@@ -474,45 +427,37 @@ def _as_json(found: re.Match[str]) -> str:
 
 def _value(text: str, types: frozenset[str]) -> str:
     """Return the JSON of a text that is JSON or a literal of Python of these types, or a string."""
-    with suppress(ValueError, RecursionError):
-        if _TYPES[type(msgspec.json.decode(text))] in types:
-            return text.strip()
-    if len(text) <= _MOST_EVALUATED:
+    for read in (msgspec.json.decode, ast.literal_eval):
         with suppress(ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-            value = ast.literal_eval(text.strip())
-            if _TYPES.get(type(value)) in types - {"string"}:
-                return _json(value)
+            value = read(text.strip())
+            if _TYPES.get(type(value)) in types:
+                return text.strip() if read is msgspec.json.decode else _json(value)
     return _json(text)
 
 
-def parameter_types(schema: object, name: str) -> frozenset[str]:
+def parameter_types(schema: Any, name: str) -> frozenset[str]:
     """Return the JSON types that a schema allows for one of its properties."""
-
-    def at(schema: object, *path: str) -> object:
-        for key in path:
-            schema = schema.get(key) if isinstance(schema, Mapping) else None
-        return schema
-
     refs: set[str] = set()  # each of which is followed once
 
-    def types(inner: object, depth: int) -> frozenset[str]:
-        if not isinstance(inner, Mapping) or depth > _DEEPEST_SCHEMA:
+    def types(*path: str, inner: Any = schema) -> frozenset[str]:
+        for key in path:
+            inner = inner.get(key) if isinstance(inner, Mapping) else None
+        if not isinstance(inner, Mapping):
             return _ALL_TYPES
-        if isinstance(ref := inner.get("$ref"), str):
-            if ref in refs:
-                return frozenset()
+        ref, given = inner.get("$ref"), inner.get("type")
+        if isinstance(ref, str):
+            is_known = ref in refs
             refs.add(ref)
-            return types(at(schema, *ref.split("/")[1:]), depth + 1)
-        given = inner.get("type")
+            return frozenset() if is_known else types(*ref.split("/")[1:])
         if isinstance(given, str | list) and given:
             names = [given] if isinstance(given, str) else given
             return frozenset("number" if each == "integer" else str(each) for each in names)
         for key in ("anyOf", "oneOf", "allOf"):
             if isinstance(several := inner.get(key), list) and several:
-                return frozenset[str]().union(*(types(each, depth + 1) for each in several))
+                return frozenset[str]().union(*(types(inner=each) for each in several))
         values = [inner["const"]] if "const" in inner else inner.get("enum")
         if isinstance(values, list) and values:
             return frozenset(_TYPES.get(type(each), "null") for each in values)
         return _ALL_TYPES
 
-    return types(at(schema, "properties", name), 0)
+    return types("properties", name)
