@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 
-from ...engine.engine_stats import EngineCounters
 from ...errors import OverloadedError
 from ...loading.tokenizer import TextTokenizer
 from ..health import Phase, ServiceSnapshot
@@ -108,7 +107,8 @@ async def live(service: Service, exchange: Exchange) -> None:
     try:
         async with exchange.cancelled_on_disconnect():
             await exchange.start_stream()
-            view, began, last = LiveView(), time.monotonic(), exchange.scope["method"] == "HEAD"
+            view = LiveView(service.engine.snapshot())
+            began, last = time.monotonic(), exchange.scope["method"] == "HEAD"
             while True:
                 state = service.engine.snapshot()
                 last |= state.health.phase in (Phase.FAILED, Phase.CLOSED)
@@ -125,10 +125,12 @@ async def live(service: Service, exchange: Exchange) -> None:
 class LiveView:
     """Compares states of an engine. It has numbers only, of all requests together."""
 
-    def __init__(self) -> None:
+    def __init__(self, state: ServiceSnapshot) -> None:
+        """Begin at a state."""
+        self._began, self._counters = time.monotonic(), state.counters
         self._steps = StepReader()
-        self._last_step = self._ended_ns = 0  # its number, and its end
-        self._last: tuple[float, EngineCounters] | None = None
+        self._steps.read(state.timeline, 0)
+        self._last_step = self._ended_ns = -2  # its number, and its end
 
     def update(self, state: ServiceSnapshot) -> dict[str, Any]:
         """Return an event of the live view.
@@ -137,28 +139,25 @@ class LiveView:
             `phase` and `ready` of `Health`; `gauges`, present values; and what happened in the
             `seconds` since the last event: `counts`, by how much each counter of `EngineCounters`
             has grown; `gaps`, pairs of a bucket of `GAP_BOUNDS_MS` and how often a row waited that
-            long for its next tokens; `steps` by kind. The first event only has the present values.
+            long for its next tokens; `steps` by kind.
         """
-        now, counters = time.monotonic(), state.counters
-        is_first = self._last is None
-        began, before = self._last or (now, counters)
-        self._last = now, counters
+        began, before = self._began, self._counters
+        self._began, self._counters = time.monotonic(), state.counters
         columns = self._steps.read(state.timeline, MAX_STEPS)
-        gaps = self._gaps(columns)
         gauges = {} if state.gauges is None else state.gauges._asdict()
         queue = {"queued_requests": state.queued_requests, "queued_tokens": state.queued_tokens}
         return {
             "phase": state.health.phase.value,
             "ready": state.health.ready,
-            "seconds": now - began,
+            "seconds": self._began - began,
             "gauges": gauges | queue,
             "counts": {
                 name: value - getattr(before, name)
-                for name, value in counters._asdict().items()
+                for name, value in state.counters._asdict().items()
                 if isinstance(value, int)
             },
-            "gaps": [] if is_first else gaps,
-            "steps": {} if is_first else _step_times(columns),
+            "gaps": self._gaps(columns),
+            "steps": _step_times(columns),
         }
 
     def _gaps(self, column: Columns) -> list[tuple[int, int]]:
