@@ -1,6 +1,7 @@
 // Requests to the service that this page comes from.
 
-// Returns the response, or throws an error with the `status` and the message of the service.
+// Returns the response, or throws an error with the `status` and the message of the service. The
+// window gets the event `unauthorized` if the key is missing or wrong.
 export async function request(path, { body, signal } = {}) {
   const headers = body ? { "content-type": "application/json" } : {};
   const key = new TextEncoder().encode(sessionStorage.getItem("stepgraph.key") ?? "");
@@ -16,6 +17,7 @@ export async function request(path, { body, signal } = {}) {
   } catch {
     // The response of a proxy.
   }
+  if (response.status === 401) dispatchEvent(new Event("unauthorized"));
   throw Object.assign(new Error(message), { status: response.status });
 }
 

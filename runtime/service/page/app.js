@@ -9,31 +9,26 @@ import { showServer } from "./server.js";
 const RETRY_MS = 1500;
 let service = null;
 
-// Asks for the key if that is what is missing; returns whether it is.
-function failed({ status }) {
-  byId("key-form").hidden = status !== 401;
-  if (status === 401) byId("key").focus();
-  return status === 401;
-}
-
 const notice = (text) => (byId("notice").textContent = text);
 
 async function start() {
+  byId("key-form").hidden = true;
+  let settings;
   try {
-    const settings = await (await request("page/settings")).json();
-    notice("");
-    byId("key-form").hidden = true;
-    const isFirst = !service;
-    service ??= settings;
-    route();
-    if (!isFirst) return;
-    byId("model").append(...service.models.map((name) => element("option", {}, name)));
-    startChat(service, failed);
+    settings = await (await request("page/settings")).json();
   } catch (error) {
-    if (failed(error)) return notice("");
+    if (error.status === 401) return;
     notice(`Waiting for the service: ${error.message}`);
     setTimeout(start, RETRY_MS);
+    return;
   }
+  notice("");
+  const isFirst = !service;
+  service ??= settings;
+  route();
+  if (!isFirst) return;
+  byId("model").append(...service.models.map((name) => element("option", {}, name)));
+  startChat(service);
 }
 
 function route() {
@@ -44,7 +39,7 @@ function route() {
   for (const link of document.querySelectorAll("nav a")) {
     link.ariaCurrent = (link.hash === "#server") === isServer ? "page" : null;
   }
-  showServer(isServer && !document.hidden, service, failed);
+  showServer(isServer && !document.hidden, service);
 }
 
 byId("key-form").addEventListener("submit", (event) => {
@@ -52,6 +47,11 @@ byId("key-form").addEventListener("submit", (event) => {
   sessionStorage.setItem("stepgraph.key", byId("key").value.trim());
   byId("key").value = "";
   start();
+});
+addEventListener("unauthorized", () => {
+  notice("");
+  byId("key-form").hidden = false;
+  byId("key").focus();
 });
 addEventListener("hashchange", route);
 document.addEventListener("visibilitychange", route);

@@ -12,7 +12,6 @@ const ANNOUNCED_CHARS = 2000;
 const NAMES = { user: "You", tool: "Result of the call", assistant: "Model" };
 
 let service = null;
-let onError = null;
 let messages = [];
 let running = null; // the answer that arrives: its `controller`, and the promise of its `end`
 let edited = null; // the number of the message that the composer edits
@@ -23,9 +22,8 @@ const composer = byId("composer");
 const fields = [...byId("settings").querySelectorAll("input, textarea")];
 const valueOf = (name) => fields.find((field) => field.name === name && !field.disabled)?.value;
 
-export function startChat(settings, failed) {
+export function startChat(settings) {
   service = settings;
-  onError = failed;
   const { defaults, has_chat: hasChat } = settings;
   const longest = hasChat ? settings.max_model_len : CONTINUED_TOKENS;
   for (const field of fields) {
@@ -61,7 +59,7 @@ function save() {
 
 // Shows the first setting that is invalid, and returns whether there is none.
 function isValid() {
-  const tools = fields.at(-1);
+  const tools = fields.find((field) => field.name === "tools");
   try {
     tools.setCustomValidity(!tools.value || JSON.parse(tools.value).length ? "" : "Give a list");
   } catch (error) {
@@ -109,12 +107,8 @@ async function goOn(number, ...added) {
   try {
     await receive(message, view, history, controller.signal);
   } catch (error) {
-    if (controller.signal.aborted) {
-      message.finish_reason = "stopped";
-    } else {
-      message.error = error.message;
-      onError(error);
-    }
+    if (controller.signal.aborted) message.finish_reason = "stopped";
+    else message.error = error.message;
   }
   if (message.timings) delete message.arrived;
   running = null;

@@ -11,7 +11,7 @@ let history = []; // the last events, the newest last
 let controller = null;
 
 // Listens while the view is visible, and not otherwise.
-export async function showServer(isVisible, service, failed) {
+export async function showServer(isVisible, service) {
   controller?.abort();
   if (!isVisible) return;
   controller = new AbortController();
@@ -23,9 +23,8 @@ export async function showServer(isVisible, service, failed) {
         update(service);
       }
     } catch (error) {
-      if (signal.aborted) return;
+      if (signal.aborted || error.status === 401) return;
       byId("phase").textContent = `The server does not respond: ${error.message}`;
-      if (failed(error)) return;
     }
     await new Promise((resolve) => setTimeout(resolve, RETRY_MS));
   }
