@@ -292,6 +292,8 @@ async def test_background_responses_are_polled_cancelled_and_drained() -> None:
         assert (await rig.post({}, f"{PATH}/{ended['id']}/cancel")).json() == ended
         body["max_output_tokens"] = 400
         begun = await begin()
+        early = await rig.post({"input": "b", "previous_response_id": begun["id"]}, PATH)
+        assert early.json()["error"]["param"] == "previous_response_id"
         cancelled = (await rig.post({}, f"{PATH}/{begun['id']}/cancel")).json()
         assert cancelled["status"] == "cancelled"
         assert (await rig.http.get(f"{PATH}/{begun['id']}")).json() == cancelled

@@ -112,19 +112,17 @@ class _Kind(NamedTuple):
 
     item: str
     text_event: str
+    part: str | None  # None: the text is the item's `arguments`
     part_event: str = "content_part"
-    part: str | None = None  # None: the text is the item's `arguments`
     field: str = "content"  # of the item, with its part
-    place: str = "content_index"
 
 
-_MESSAGE = _Kind("message", "output_text", part="output_text")
-_REASONING = _Kind("reasoning", "reasoning_text", part="reasoning_text")
+_MESSAGE = _Kind("message", "output_text", "output_text")
+_REASONING = _Kind("reasoning", "reasoning_text", "reasoning_text")
 _SUMMARY = _Kind(
-    *("reasoning", "reasoning_summary_text", "reasoning_summary_part"),
-    *("summary_text", "summary", "summary_index"),
+    "reasoning", "reasoning_summary_text", "summary_text", "reasoning_summary_part", "summary"
 )
-_CALL = _Kind("function_call", "function_call_arguments")
+_CALL = _Kind("function_call", "function_call_arguments", None)
 _NEW: Mapping[str, Item] = {
     "message": {"role": "assistant", "content": []},
     "reasoning": {"summary": [], "content": []},
@@ -256,7 +254,7 @@ class ResponsesAnswer(ChatAnswer):
         yield self._event("response.output_item.added", output_index=index, item=self._items[-1])
         self._place = {"item_id": item_id, "output_index": index}
         if kind.part is not None:
-            self._place[kind.place] = 0
+            self._place[f"{kind.field}_index"] = 0
             part = self._part(kind, "")
             yield self._event(f"response.{kind.part_event}.added", **self._place, part=part)
 
@@ -326,7 +324,10 @@ async def _read(service: Service, exchange: Exchange) -> tuple[_Turn, ChatReques
             field = f"input[{index}].id"
             items[index] = store.item(item["id"], exchange.key, field)
     if (previous := request.previous_response_id) is not None:
-        items[:0] = store.find(previous, exchange.key, "previous_response_id").items
+        field = "previous_response_id"
+        items[:0] = store.find(previous, exchange.key, field).items
+        if previous in store.running:
+            raise invalid(field, f"{field}: the response is still in progress: wait for its end")
     if not items:
         raise invalid("input", "input is missing: give a text or a list of items")
     head = [{"role": "system", "content": request.instructions}] if request.instructions else []
@@ -341,9 +342,13 @@ async def create_response(service: Service, exchange: Exchange) -> None:
     """Respond to an input with the items of an answer."""
     turn, chat = await _read(service, exchange)
     if turn.request.background:
-        if turn.request.stream or turn.request.store is False:
-            problem = "background needs store and excludes stream: poll the response by its id"
-            raise invalid("background", problem)
+        stores = turn.request.store is not False and service.engine.config.max_stored_responses
+        if turn.request.stream or not stores:
+            raise invalid(
+                "background",
+                "background is not available with stream, with store false, or where the server has"
+                " --max-stored-responses 0: clients get the response by its id",
+            )
         await _begin_in_background(service, exchange, turn, chat)
         await exchange.respond(turn.answer.response)
     else:

@@ -49,6 +49,7 @@ class RemoteRequest(NamedTuple):
     """Below the root of the application."""
     headers: tuple[tuple[bytes, bytes], ...]
     body: bytes
+    query: bytes = b""
 
 
 class Accepted(NamedTuple):
@@ -103,7 +104,7 @@ async def respond(app: ASGIApp, request: RemoteRequest) -> AsyncIterator[Head | 
             "scheme": "http",
             "path": request.path,
             "raw_path": request.path.encode(),
-            "query_string": b"",  # no endpoint has parameters
+            "query_string": request.query,
             "root_path": "",
             "headers": list(request.headers),
         }
@@ -226,7 +227,8 @@ class Ingress:
         async with exchange.body() as body:
             scope = exchange.scope
             headers = tuple((bytes(name), bytes(value)) for name, value in scope["headers"])
-            request = RemoteRequest(scope["method"], exchange.path, headers, bytes(body))
+            query = bytes(scope["query_string"])
+            request = RemoteRequest(scope["method"], exchange.path, headers, bytes(body), query)
             async with exchange.cancelled_on_disconnect():
                 async for part in self._forward(request):
                     if isinstance(part, Head):
