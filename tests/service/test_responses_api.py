@@ -204,7 +204,7 @@ class StoreMachine(RuleBasedStateMachine):
         items = [{"id": f"i{self.count}"}]
         if continues and self.kept:
             items = [*self.kept[-1].items, *items]
-        response = StoredResponse(f"r{self.count}", owner, items, 1, b" " * size)
+        response = StoredResponse(f"r{self.count}", owner, items, 1, " " * size)
         if self.store.add(response):
             self.kept.append(response)
         else:

@@ -15,6 +15,7 @@ from .exchange import HttpError, invalid
 from .requests import ChatRequest, Effort, Entries, ResponseFormat, SamplingRequest
 from .response_store import Item
 
+Metadata = Annotated[dict[str, str], Meta(max_length=16)]
 LOGPROBS = "message.output_text.logprobs"
 
 
@@ -48,15 +49,15 @@ class ResponsesRequest(SamplingRequest, kw_only=True):
     max_output_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS_LIMIT)] | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     text: TextOptions | None = None
-    tools: Entries | None = None
-    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
+    tools: Entries | None = msgspec.field(default_factory=list)
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = "auto"
+    parallel_tool_calls: bool | None = True
     max_tool_calls: int | None = None
     reasoning: ReasoningOptions | None = None
-    truncation: Literal["auto", "disabled"] | None = None
-    metadata: Annotated[dict[str, str], Meta(max_length=16)] | None = None
-    store: bool | None = None
-    background: bool | None = None
+    truncation: Literal["auto", "disabled"] | None = "disabled"
+    metadata: Metadata | None = msgspec.field(default_factory=dict)
+    store: bool | None = True
+    background: bool | None = False
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
     service_tier: str | None = None
@@ -114,6 +115,11 @@ class ResponsesRequest(SamplingRequest, kw_only=True):
         return tools or None, choice
 
 
+SETTINGS = (
+    {*ResponsesRequest.__struct_fields__} - {*SamplingRequest.__struct_fields__}
+    | {"temperature", "top_p", "user"}
+) - {"input", "include", "chat_template_kwargs"}
+"""Fields of requests that their responses repeat."""
 _COMMON = {
     *SamplingRequest.__struct_fields__,
     *("parallel_tool_calls", "top_logprobs", "chat_template_kwargs"),

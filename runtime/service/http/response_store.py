@@ -19,18 +19,12 @@ class StoredResponse:
     """A response that its client may read and continue."""
 
     id: str
-    owner: bytes | None
-    """Digest of the API key of its request; None if the service has no keys."""
-    items: list[Item]
-    """The conversation: the input, then the output once that is whole."""
+    owner: bytes | None  # digest of the API key of its request; None if the service has no keys
+    items: list[Item]  # the conversation: the input, then the output once that is whole
     num_input: int
-    """Items of the input."""
-    body: bytes = b""
-    """The response as JSON."""
-    task: asyncio.Task[None] | None = None
-    """Makes the response, if it is made in the background."""
-    num_bytes: int = 0
-    """Of the items and the body as JSON; set when it is stored."""
+    response: object = None  # as clients get it, in its newest state
+    task: asyncio.Task[None] | None = None  # makes it, if it is made in the background
+    num_bytes: int = 0  # of the items and the response as JSON, once it is stored
 
 
 class ResponseStore:
@@ -48,7 +42,7 @@ class ResponseStore:
 
     def add(self, response: StoredResponse) -> bool:
         """Store a whole response and drop the oldest ones; return False if it is too large."""
-        response.num_bytes = len(encode(response.items)) + len(response.body)
+        response.num_bytes = len(encode((response.items, response.response)))
         if not self._max_responses or response.num_bytes > self._max_bytes:
             return False
         self._stored[response.id] = response

@@ -24,9 +24,8 @@ from .exchange import (
 from .generation import Operation, Service
 from .requests import ChatRequest, chat_prompt
 from .response_items import (
+    SETTINGS,
     ResponsesRequest,
-    TextFormat,
-    TextOptions,
     chat_messages,
     input_items,
     new_id,
@@ -34,22 +33,12 @@ from .response_items import (
 from .response_store import Item, StoredResponse
 from .responses import ChatChoice, ChatToken, Usage
 
-_SETTINGS: Mapping[str, Any] = {
-    **dict.fromkeys(("previous_response_id", "instructions", "max_output_tokens", "top_logprobs")),
-    **dict.fromkeys(("temperature", "top_p", "max_tool_calls", "reasoning", "service_tier")),
-    **dict.fromkeys(("user", "prompt_cache_key", "safety_identifier")),
-    **{"text": TextOptions(format=TextFormat("text")), "tools": [], "tool_choice": "auto"},
-    **{"parallel_tool_calls": True, "truncation": "disabled", "metadata": {}},
-    **{"store": True, "background": False},
-}
-"""Fields of requests that responses repeat, and what they have for the null of a request."""
-_TYPES = {field.name: field.type for field in msgspec.structs.fields(ResponsesRequest)}
 Response: Any = msgspec.defstruct(
     "Response",
     [
         *(("id", str), ("created_at", int), ("model", str), ("status", str)),
         ("output", list[Item]),
-        *[(name, _TYPES[name]) for name in _SETTINGS],
+        *[(f.name, f.type) for f in msgspec.structs.fields(ResponsesRequest) if f.name in SETTINGS],
         ("usage", dict[str, Any] | None, None),
         ("error", ErrorDetails | None, None),
         ("incomplete_details", dict[str, str] | None, None),
@@ -149,18 +138,21 @@ class ResponsesAnswer(ChatAnswer):
         self._place: dict[str, Any] = {}  # fields of all events about the text
         self._num_events = self._num_reasoning_tokens = 0
         self._reason: str | None = None  # of the end
-        self.response = self._response("queued" if turn.request.background else "in_progress")
-        """The newest state of the response."""
+        self.response = turn.stored.response = Response(
+            id=self.id,
+            created_at=self.created,
+            model=self.model,
+            status="queued" if turn.request.background else "in_progress",
+            output=self._items,
+            **{name: getattr(turn.request, name) for name in SETTINGS},
+        )
 
     def begin(self) -> bytes:
-        self._turn.stored.body = encode(self.response)
         names = ("response.created", "response.in_progress")
         return b"".join([self._event(name, response=self.response) for name in names])
 
     def event(self, choice: ChatChoice, usage: Callable[[], Usage]) -> bytes:
-        if self.response.status == "queued":
-            self.response.status = "in_progress"
-            self._turn.stored.body = encode(self.response)
+        self.response.status = "in_progress"
         return b"".join(self._take(choice))
 
     def body(self, choices: list[Any], usage: Any) -> Any:
@@ -183,7 +175,7 @@ class ResponsesAnswer(ChatAnswer):
         if self._open is _MESSAGE:
             self._logprobs += self._pending  # of tokens without text, such as the end of a sequence
         events = b"".join(self._close("completed" if status == "completed" else "incomplete"))
-        response = self.response = self._response(status)
+        response, response.status = self.response, status
         if error is not None:
             response.error = error
             said = {"code": error.code, "message": error.message, "param": error.param}
@@ -202,15 +194,8 @@ class ResponsesAnswer(ChatAnswer):
             }
         stored = self._turn.stored
         stored.items += self._items
-        stored.body = encode(response)
-        response.store = response.store and self._service.responses.add(stored)
+        response.store = response.store is not False and self._service.responses.add(stored)
         return events + self._event(f"response.{status}", response=response)
-
-    def _response(self, status: str) -> Any:
-        given = {name: getattr(self._turn.request, name) for name in _SETTINGS}
-        settings = {**_SETTINGS, **{k: v for k, v in given.items() if v is not None}}
-        head = {"id": self.id, "created_at": self.created, "model": self.model, "status": status}
-        return Response(**head, output=self._items, **settings)
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         data = encode({"type": kind, "sequence_number": self._num_events, **fields})
@@ -398,7 +383,7 @@ async def get_response(service: Service, exchange: Exchange) -> None:
     """Respond with a response that is stored, or made in the background."""
     stored = _stored(service, exchange)
     exchange.query(Retrieval)
-    await exchange.respond(stored.body, content_type=b"application/json")
+    await exchange.respond(stored.response)
 
 
 async def _cancel(stored: StoredResponse) -> None:
@@ -421,7 +406,7 @@ async def cancel_response(service: Service, exchange: Exchange) -> None:
     if stored.task is None:
         raise invalid("id", "only responses with background can be cancelled; this one has ended")
     await _cancel(stored)
-    await exchange.respond(stored.body, content_type=b"application/json")
+    await exchange.respond(stored.response)
 
 
 async def list_input_items(service: Service, exchange: Exchange) -> None:
