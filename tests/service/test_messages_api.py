@@ -57,6 +57,7 @@ async def message(rig: Rig, **fields: Any) -> dict[str, Any]:
         "message_delta",
         {"type": "message_stop"},
     )
+    assert first["message"]["stop_reason"] is None
     made = {**first["message"], **last["delta"], "usage": last["usage"]}
     open_block = None
     for event in gains:

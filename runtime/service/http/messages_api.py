@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
-from msgspec import UnsetType
+from msgspec import UnsetType, defstruct
 
 from ...bounded_repr import bounded_repr
 from ...engine.request_output import RequestOutput
@@ -172,30 +172,15 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
         return super().chat(stop=self.stop_sequences, user=user or None, **fields)
 
 
-class TokenCounts(msgspec.Struct):
-    """Tokens of a message; `input_tokens` are not in the prefix cache."""
-
-    input_tokens: int
-    output_tokens: int
-    cache_read_input_tokens: int
-    cache_creation_input_tokens: int = 0
-
-    @classmethod
-    def of(cls, usage: Usage) -> TokenCounts:
-        """Return the counts of a response."""
-        cached = usage.prompt_tokens_details.cached_tokens
-        return cls(usage.prompt_tokens - cached, usage.completion_tokens, cached)
-
-
 class MessageBody(msgspec.Struct):
     """The response of `/v1/messages`. Blocks have a type: `thinking`, `text` or `tool_use`."""
 
     id: str
     model: str
     content: list[Object]
-    stop_reason: str | None
-    stop_sequence: str | None
-    usage: TokenCounts
+    usage: dict[str, int]
+    stop_reason: str | None = None
+    stop_sequence: str | None = None
     type: str = "message"
     role: str = "assistant"
 
@@ -208,13 +193,10 @@ class MessageEvent(msgspec.Struct, omit_defaults=True):
     index: int | None = None
     content_block: Object | None = None
     delta: Object | None = None
-    usage: TokenCounts | None = None
+    usage: dict[str, int] | None = None
 
 
-class TokenCount(msgspec.Struct):
-    """The response of `/v1/messages/count_tokens`."""
-
-    input_tokens: int
+TokenCount = defstruct("TokenCount", [("input_tokens", int)])
 
 
 class MessagesError(msgspec.Struct):
@@ -265,7 +247,7 @@ async def count_tokens(service: Service, exchange: Exchange) -> None:
     service.model_name(chat.model)
     prompt = chat_prompt(chat, chat.offered_tools())
     token_ids = await service.engine.run_in_pool(lambda: service.encode(prompt, special=False))
-    await exchange.respond(TokenCount(len(token_ids)))
+    await exchange.respond({"input_tokens": len(token_ids)})
 
 
 _STOP_REASONS: Final = {
@@ -283,7 +265,7 @@ class MessagesAnswer(ChatAnswer):
         """Take the arguments of a `ChatAnswer`."""
         super().__init__(*arguments)
         self.id = self.id.replace("chatcmpl-", "msg_")
-        self._stop: tuple[str | None, str | None] = (None, None)  # reason, stop sequence
+        self._stop: Object = {}  # why the message ended
         self._type: str | None = None  # of the block that gains, None before the stream
         self._index = -1  # of the newest block
 
@@ -292,7 +274,7 @@ class MessagesAnswer(ChatAnswer):
         if (reason := choice.finish_reason) is not None:
             found = output.completions[0].stop_string if reason == "stop" else None
             reason = _STOP_REASONS.get(reason, reason) if found is None else "stop_sequence"
-            self._stop = (reason, found)
+            self._stop = {"stop_reason": reason, "stop_sequence": found}
         return choice
 
     def body(self, choices: list[ChatChoice], usage: Any) -> MessageBody:
@@ -303,12 +285,12 @@ class MessagesAnswer(ChatAnswer):
             else:
                 block |= {**delta, "type": block["type"]}
             content.append(block | ({"signature": self.id} if "signature" in block else {}))
-        return MessageBody(self.id, self.model, content, *self._stop, TokenCounts.of(usage))
+        return MessageBody(self.id, self.model, content, _counts(usage), **self._stop)
 
     def event(self, choice: ChatChoice, usage: Callable[[], Usage]) -> bytes:
         events = []
         if self._type is None:
-            message = MessageBody(self.id, self.model, [], None, None, TokenCounts.of(usage()))
+            message = MessageBody(self.id, self.model, [], _counts(usage()))
             events, self._type = [MessageEvent("message_start", message)], ""
         for block, delta in _gained(choice.delta):
             if block["type"] != self._type or block.get("id"):
@@ -319,8 +301,7 @@ class MessagesAnswer(ChatAnswer):
         return b"".join(map(_event, events))
 
     def end(self, usage: Usage) -> bytes:
-        ending = dict(zip(("stop_reason", "stop_sequence"), self._stop, strict=True))
-        last = MessageEvent("message_delta", delta=ending, usage=TokenCounts.of(usage))
+        last = MessageEvent("message_delta", delta=self._stop, usage=_counts(usage))
         return b"".join(map(_event, (*self._close(), last, MessageEvent("message_stop"))))
 
     def _close(self) -> list[MessageEvent]:
@@ -330,6 +311,13 @@ class MessagesAnswer(ChatAnswer):
             signed = {"type": "signature_delta", "signature": self.id}
             events.insert(0, MessageEvent("content_block_delta", None, self._index, None, signed))
         return events
+
+
+def _counts(usage: Usage) -> dict[str, int]:
+    """Return the tokens of a message; `input_tokens` were not in the prefix cache."""
+    cached = usage.prompt_tokens_details.cached_tokens
+    counts = {"input_tokens": usage.prompt_tokens - cached, "cache_read_input_tokens": cached}
+    return {**counts, "cache_creation_input_tokens": 0, "output_tokens": usage.completion_tokens}
 
 
 def _gained(message: ChatMessage | UnsetType) -> Iterator[tuple[Object, Object]]:
