@@ -89,7 +89,7 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     "chat": ("chat with a model in the terminal, or line by line over pipes", _chat),
     "run": ("print the answer to one prompt", _run),
     "bench": ("measure decode steps, or run another scenario", _bench),
-    "serve": ("serve a model over HTTP with the API of OpenAI", _serve),
+    "serve": ("serve a model over HTTP: a page, and the APIs of OpenAI and others", _serve),
     "explain": ("predict the memory or the decode step of a model without loading it", _explain),
     "report": ("report where each step of an nsys profile spent its time", _report),
     "build-kernels": (

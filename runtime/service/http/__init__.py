@@ -1,1 +1,1 @@
-"""The OpenAI-compatible HTTP service over an `AsyncEngine`."""
+"""The HTTP service over an `AsyncEngine`: a page, and the APIs of OpenAI, Anthropic and Ollama."""

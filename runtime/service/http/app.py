@@ -212,7 +212,7 @@ def app(
     admin: bool = False,
     profile_dir: Path | None = None,
 ) -> ASGIApp:
-    """Return the OpenAI-compatible HTTP service of an engine, to run or to mount.
+    """Return the HTTP service of an engine, to run or to mount.
 
     The caller starts and closes the engine; until it is ready requests are refused with 503.
 

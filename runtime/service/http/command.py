@@ -46,7 +46,7 @@ WITHOUT_FLAG = ("prompt_embeds",)
 """What HTTP requests cannot use."""
 
 _DESCRIPTION = """\
-Serve a model over HTTP with the API of OpenAI.
+Serve a model over HTTP: a page at /, and the APIs of OpenAI, Anthropic and Ollama.
 
 %(prog)s demo
 %(prog)s path/to/checkpoint --dtype bfloat16 --port 8000 --threads -1
