@@ -269,7 +269,7 @@ def test_long_answer_keeps_the_page_responsive(browser: Browser, open_page: Open
 def test_server_view_moves_with_the_load(browser: Browser, open_page: Open) -> None:
     address, _ = open_page()
     browser.wait("!chat.hidden")
-    assert not [url for url in browser.requests if url.endswith("/live")], "nobody looks"
+    assert not [url for url in browser.requests if url.endswith("/live")], "the view is closed"
     browser.click("nav a[href='#server']")
     browser.wait("document.querySelector('#phase').innerText.startsWith('serving')")
     body = {"prompt": "def main(", "max_tokens": 200, "ignore_eos": True}

@@ -17,10 +17,10 @@ def check_origin(exchange: Exchange, allowed: Collection[str], *, needs_key: boo
     """Refuse a request that a page of another origin has made a browser send.
 
     Browsers name the origin of the page in every POST; other clients name none and are not
-    checked. Requests of the service's own page have the origin of their `Host`. So have those of a
-    page whose name was rebound to this machine after it was loaded from another one: without an API
-    key, over loopback, with a name that DNS resolves, and without TLS, as no certificate would
-    match.
+    checked. Requests of the service's own page have the origin of their `Host`. So does a page
+    whose name was rebound to this machine after the page was loaded from another one. That needs a
+    service without API keys, a connection over loopback, a name that DNS resolves, and no TLS: no
+    certificate would match.
 
     Args:
         exchange: the request.

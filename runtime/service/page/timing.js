@@ -1,4 +1,4 @@
-// The times of one answer: a chart of its tokens and the numbers beside it.
+// The times of one answer: a chart of its tokens, and numbers.
 
 import { bars, stacked } from "./charts.js";
 import { count, duration, element, sum } from "./dom.js";
@@ -6,8 +6,8 @@ import { count, duration, element, sum } from "./dom.js";
 const MAX_BARS = 120;
 const LEAST_BARS = 48;
 
-// Shows the times of an answer in `place`: those of the server, or while it runs, and if it was
-// stopped, the times when its events arrived.
+// Shows the times of an answer in `place`, which the server has measured. While the answer arrives,
+// and if it was stopped, these are the times between its events.
 export function showTiming(place, message) {
   const { timings, usage, arrived = [], first_ms: first } = message;
   const gaps = timings?.inter_token_ms ?? arrived;
