@@ -136,8 +136,10 @@ class OutputParser:
         calls: dict[int, ToolCall] = {}
         for parser in self._parsers:
             gained = parser.push(text, last=last)
-            text, reasoning = gained.content, reasoning + gained.reasoning
+            text, reasoning = "".join(gained.content), reasoning + "".join(gained.reasoning)
             calls |= gained.calls
+            for index, parts in gained.arguments.items():
+                calls[index].function.arguments = "".join(parts)
         if self._one_call:
             calls = {index: call for index, call in calls.items() if index == 0}
         if not self._keeps_special:

@@ -32,12 +32,14 @@ _GROUP: Final = re.compile(r"\(\?P<\w+>")
 
 @dataclass(slots=True)
 class Gained:
-    """What a text adds to an answer."""
+    """What a text adds to an answer, in parts: joining each at once would copy a text as often."""
 
-    reasoning: str = ""
-    content: str = ""
+    reasoning: list[str] = field(default_factory=list)
+    content: list[str] = field(default_factory=list)
     calls: dict[int, ToolCall] = field(default_factory=dict)
-    """By index. Arguments are as the model wrote them: they may be invalid or cut off."""
+    """By index, without their arguments."""
+    arguments: dict[int, list[str]] = field(default_factory=dict)
+    """By the index of the call, as the model wrote them: they may be invalid or cut off."""
 
 
 class TextParser(ABC):
@@ -65,10 +67,10 @@ class TextParser(ABC):
         """Read all text; yield for more, until it is the `_last`."""
 
     def _add_content(self, text: str) -> None:
-        self._gained.content += text
+        self._gained.content.append(text)
 
     def _add_reasoning(self, text: str) -> None:
-        self._gained.reasoning += text
+        self._gained.reasoning.append(text)
 
     def _skip_space(self, add: Callable[[str], None] = lambda text: None) -> Generator[None]:
         """Drop white space, or pass it to `add`."""
@@ -92,8 +94,8 @@ class TextParser(ABC):
     ) -> Generator[None, None, str]:
         """Pass the text before a tag to `add`, and drop the tag; return it, empty without one."""
         while True:
-            text, found = self._text, [(self._text.find(tag, self._at), tag) for tag in tags]
-            index, tag = min((each for each in found if each[0] >= 0), default=(len(text), ""))
+            text, found = self._text, _any_of(*tags).search(self._text, self._at)
+            index, tag = (len(text), "") if found is None else (found.start(), found[0])
             end = index
             if not self._last:  # an earlier tag may have begun
                 for each in tags:
@@ -123,6 +125,11 @@ class TextParser(ABC):
             if found is not None:
                 return found
         return None
+
+
+@cache
+def _any_of(*tags: str) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, tags)))
 
 
 Pattern = tuple[re.Pattern[str], re.Pattern[str]]

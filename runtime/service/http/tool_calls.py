@@ -253,7 +253,7 @@ class ToolParser(TextParser):
                 text = "".join(held[1:])
                 if is_whole and self._add_call(text[text.index("{") :]):
                     return True
-        self._gained.content += "".join(held)
+        self._add_content("".join(held))
         return False
 
     def _begin_call(self, name: str) -> bool:
@@ -272,8 +272,9 @@ class ToolParser(TextParser):
     def _add(self, text: str) -> None:
         """Report what the arguments gained."""
         index = self._num_calls
-        call = self._gained.calls.setdefault(index, ToolCall(Function(""), index))
-        call.function.arguments += text
+        if index not in self._gained.calls:
+            self._gained.calls[index] = ToolCall(Function(""), index)
+        self._gained.arguments.setdefault(index, []).append(text)
 
     def _add_call(self, text: str) -> bool:
         """Report a whole object, if it is a call."""
