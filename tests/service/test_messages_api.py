@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
+import msgspec
 import pytest
 from stepgraph.runtime import ServiceConfig
+from stepgraph.runtime.service.http.messages_api import MessagesRequest
 
 from ..rigs.fake_engine import runner_of
 from ..rigs.http_rig import Rig, service
@@ -117,6 +120,34 @@ async def test_answers_are_blocks_of_reasoning_text_and_calls() -> None:
 
 
 @in_event_loop
+async def test_text_after_a_call_is_a_block_of_its_own() -> None:
+    """Also if one delta has the end of the arguments and the text."""
+    answer = '[TOOL_CALLS]trip[ARGS]{"city": 123456}. Wait'
+    start = lambda: scripted_engine({"": answer}, TEMPLATE, [])  # noqa: E731
+    async with service(start, tool_parser="mistral") as rig:
+        stream = await rig.post({**HI, "tools": [TOOL], "stream": True}, MESSAGES)
+        lines = [line[6:] for line in stream.text.split("\n") if line.startswith("data: ")]
+        blocks = [""] * 2
+        for event in map(json.loads, lines):
+            if event["type"] == "content_block_delta":
+                gained = event["delta"]
+                blocks[event["index"]] += gained.get("partial_json") or gained["text"]
+        assert blocks == ['{"city": 123456}', ". Wait"]
+
+
+def test_a_conversation_of_many_blocks_is_read_in_linear_time() -> None:
+    def seconds(count: int) -> float:
+        parts = [{"type": "text", "text": ""}, {"type": "thinking", "thinking": "b"}] * count
+        body = json.dumps({**HI, "messages": [{"role": "assistant", "content": parts}]})
+        request = msgspec.json.decode(body, type=MessagesRequest)
+        before = time.process_time()
+        assert len(request.chat().messages[0]["content"]) == count
+        return time.process_time() - before
+
+    assert seconds(32_000) < 32 * seconds(2_000) + 0.1
+
+
+@in_event_loop
 async def test_usage_counts_cached_tokens_apart() -> None:
     async with serve() as rig:
         counts = [(await rig.post(HI, MESSAGES)).json()["usage"] for _ in range(2)]
@@ -191,6 +222,8 @@ USE = {"type": "tool_use", "id": "t", "name": "trip", "input": {}}
         ({"messages": [TEXT, {"role": "user", "content": [IMAGE]}]}, "messages[1].content[0]"),
         ({"messages": [{**TEXT, "content": [IMAGES]}]}, "messages[0].content[0].content[0]"),
         ({"messages": [TEXT, {"role": "assistant", "content": [USE]}]}, "messages"),
+        ({"messages": [{**TEXT, "content": [{**IMAGES, "content": IMAGE}]}]},
+         "messages[0].content[0].content"),
         ({"system": [IMAGE]}, "system[0]"),
         ({"stop_sequences": [""]}, "stop_sequences"),
         ({"temperature": 200}, "temperature"),

@@ -22,8 +22,9 @@ from ..rigs.service_rig import SECONDS, in_event_loop
 
 PATH = "/v1/responses"
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
-ARGUMENTS = '{"name": "f", "arguments": '
-PIECES = ["<unk>", "a ", "b ", "<think>", "</think>", CALL, "c ", ARGUMENTS]
+ARGUMENTS = '<tool_call>\n{"name": "f", "arguments": {"x": '
+REST = "1}}\n</tool_call>d "
+PIECES = ["<unk>", "a ", "b ", "<think>", "</think>", CALL, "c ", ARGUMENTS, REST]
 TEMPLATE = "{% for m in messages %}{{ m.role }} {{ m.content }}{% endfor %}"
 TOOLS = [{"type": "function", "name": "f", "parameters": {"type": "object"}}]
 PARSERS: dict[str, Any] = {"tool_parser": "hermes", "reasoning_parser": "think"}

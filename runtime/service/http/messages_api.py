@@ -23,7 +23,7 @@ from .requests import (
     call_arguments,
     chat_prompt,
 )
-from .responses import ChatChoice, ChatMessage, Usage
+from .responses import ChatChoice, ChatMessage, ToolCall, Usage
 
 Object = dict[str, Any]
 
@@ -34,13 +34,15 @@ def _refused(where: str, value: object, allowed: str) -> HttpError:
 
 def _parts(content: Any, where: str) -> list[Object]:
     """Return the text blocks of a content, which are also those of a chat."""
-    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content or []
-    for index, block in enumerate(blocks if isinstance(blocks, list) else [blocks]):
+    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if not isinstance(blocks, list | None):
+        raise _refused(where, blocks, "a text, or a list of blocks of type text")
+    for index, block in enumerate(blocks or ()):
         match block:
             case {"type": "text", "text": str()}:
                 continue
-        raise _refused(f"{where}[{index}]", block, "a text, or a block of type text with a text")
-    return list(blocks)
+        raise _refused(f"{where}[{index}]", block, "a block of type text with a text")
+    return list(blocks or ())
 
 
 class ToolChoice(msgspec.Struct):
@@ -89,8 +91,11 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
             if role == "tool" or not turns or turns[-1]["role"] != role:
                 turns.append({"role": role, "content": [], **gained})
             else:  # successive messages of a role are one
-                joined = {key: turns[-1].get(key, type(v)()) + v for key, v in gained.items()}
-                turns[-1].update(joined)
+                for key, parts in gained.items():
+                    turns[-1].setdefault(key, []).extend(parts)
+        for turn in turns:
+            if "reasoning_content" in turn:
+                turn["reasoning_content"] = "".join(turn["reasoning_content"])
         if turns and "tool_calls" in turns[-1]:
             raise invalid("messages", "messages end with a tool_use: add its tool_result")
         return ChatRequest(
@@ -122,7 +127,7 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
                     case {"type": "text", "text": str()}:
                         yield role, {"content": [block]}
                     case {"type": "thinking", "thinking": str(text)}:
-                        yield role, {"reasoning_content": text}
+                        yield role, {"reasoning_content": [text]}
                     case {"type": "redacted_thinking"}:
                         pass
                     case {"type": "tool_use", "id": str(id), "name": str(name), "input": dict()}:
@@ -324,14 +329,20 @@ def _gained(message: ChatMessage | UnsetType) -> Iterator[tuple[Object, Object]]
     """Return the blocks that a message gained, as they begin, and the deltas of their texts."""
     if not message:
         return
+    for call in message.calls(begin=False):
+        yield {"type": "tool_use"}, _arguments_of(call)
     if thought := message.reasoning_content:
         begun: Object = {"type": "thinking", "thinking": "", "signature": ""}
         yield begun, {"type": "thinking_delta", "thinking": thought}
     if text := message.content:
         yield {"type": "text", "text": ""}, {"type": "text_delta", "text": text}
-    for call in message.tool_calls or ():
+    for call in message.calls(begin=True):
         begun = {"type": "tool_use", "id": call.id, "name": call.function.name, "input": {}}
-        yield begun, {"type": "input_json_delta", "partial_json": call.function.arguments}
+        yield begun, _arguments_of(call)
+
+
+def _arguments_of(call: ToolCall) -> Object:
+    return {"type": "input_json_delta", "partial_json": call.function.arguments}
 
 
 OPERATIONS: Mapping[tuple[str, str], Operation] = {

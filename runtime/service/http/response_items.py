@@ -105,7 +105,8 @@ class ResponsesRequest(SamplingRequest, kw_only=True):
             case {"type": "function", "name": name}:
                 choice = {"type": "function", "function": {"name": name}}
             case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": [*given]}:
-                names = [each.get("name") for each in given if isinstance(each, dict)]
+                found = [each.get("name") for each in given if isinstance(each, dict)]
+                names = {name for name in found if isinstance(name, str)}
                 tools = [tool for tool in tools if tool["function"]["name"] in names]
                 choice = mode
             case dict():

@@ -179,6 +179,11 @@ class ChatMessage(msgspec.Struct):
     reasoning: str | UnsetType = UNSET
     """The same; clients read either name."""
     tool_calls: list[ToolCall] | UnsetType = UNSET
+    """What an earlier call gained is before the other parts, and calls that begin follow them."""
+
+    def calls(self, *, begin: bool) -> list[ToolCall]:
+        """Return the calls that begin here, or else what earlier ones gained."""
+        return [call for call in self.tool_calls or () if bool(call.function.name) is begin]
 
 
 class ChatChoice(msgspec.Struct):

@@ -209,13 +209,14 @@ class ResponsesAnswer(ChatAnswer):
             self._pending += choice.logprobs.content
         gained = choice.delta or choice.message
         assert gained
+        for call in gained.calls(begin=False):
+            yield from self._write(_CALL, call.function.arguments)
         if gained.reasoning_content:
             yield from self._write(self._reasoning, gained.reasoning_content)
         if gained.content:
             yield from self._write(_MESSAGE, gained.content)
-        for call in gained.tool_calls or ():
-            if call.function.name:
-                yield from self._begin_item(_CALL, call_id=call.id, name=call.function.name)
+        for call in gained.calls(begin=True):
+            yield from self._begin_item(_CALL, call_id=call.id, name=call.function.name)
             yield from self._write(_CALL, call.function.arguments)
 
     def _write(self, kind: _Kind, text: str) -> Iterator[bytes]:
