@@ -71,7 +71,7 @@ class CommandParser(argparse.ArgumentParser):
         }
         for name, value, place in self._settings(flags, sys.argv[1:] if args is None else args):
             if (action := flags.get(name)) is None:
-                (nearest,) = difflib.get_close_matches(name, flags, 1, 0)
+                (nearest,) = difflib.get_close_matches(name.lower(), flags, 1, 0)
                 self.error(f"{place} is not a flag of this command; the nearest is {nearest}")
             try:
                 self.set_defaults(**{action.dest: _converted(action, value)})
@@ -100,9 +100,9 @@ class CommandParser(argparse.ArgumentParser):
         before.add_argument("--config", default=variables.pop("CONFIG", None))
         if (path := before.parse_known_args(arguments)[0].config) is not None:
             try:
-                with open(path, "rb") as file:
-                    written = tomllib.load(file)
-            except (OSError, ValueError) as error:
+                with open(path, encoding="utf-8-sig") as file:
+                    written = tomllib.loads(file.read())
+            except (OSError, ValueError, RecursionError) as error:
                 self.error(f"--config {path} cannot be read: {error}")
             for key, value in written.items():
                 yield key.replace("_", "-"), value, f"{path}: {key}"
@@ -143,10 +143,14 @@ def _converted(action: argparse.Action, value: Any) -> Any:
         pairs = [f"{key}={number}" for key, number in value.items()]
         value = pairs if is_list else json.dumps(value)
     values = value if isinstance(value, list) else [value]
-    if not values or (isinstance(value, list) and not is_list):
+    is_nested = any(isinstance(each, list | dict) for each in values)
+    if not values or is_nested or (isinstance(value, list) and not is_list):
         raise ValueError(f"it must be {'a list of values' if is_list else 'one value'}")
     read: Any = action.type or str
-    converted = [read(each if isinstance(each, str) else str(each)) for each in values]
+    texts = [str(each) for each in values]
+    if any("\0" in text for text in texts):  # which arguments and variables cannot have
+        raise ValueError("it has a NUL character")
+    converted = [read(text) for text in texts]
     for each in converted:
         if action.choices is not None and each not in action.choices:
             raise ValueError(f"{each!r} is not one of {', '.join(map(str, action.choices))}")

@@ -15,6 +15,7 @@ from pathlib import Path
 from ...profiling import capture_window
 from ...profiling.nsys import inside_nsys
 from ...profiling.trace import SUFFIX, TraceError, trace_recording
+from ..errors import ConfigError
 from .async_engine import AsyncEngine
 
 
@@ -30,11 +31,16 @@ class Profiler:
     """Records steps of an engine, one profile at a time: a trace, or the window of nsys."""
 
     def __init__(self, engine: AsyncEngine, folder: Path | None) -> None:
-        """Write traces to a folder, which is made (or `OSError`); None: to a temporary one."""
+        """Write traces to a folder, which is made (or `ConfigError`); None: to a temporary one."""
         self._engine = engine
         self._folder = folder
         if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                problem = f"profile_dir {folder} cannot be made: {error.strerror}"
+                raise ConfigError(problem, field="profile_dir") from error
+        self._lock = asyncio.Lock()  # held while a profile begins
         self._task: asyncio.Task[Profile] | None = None  # ends the profile that was not stopped
         self._stopping = asyncio.Event()
 
@@ -43,6 +49,10 @@ class Profiler:
 
         Raises `TraceError` or `CaptureWindowError` if a profile runs in this process.
         """
+        async with self._lock:
+            return await self._start(seconds)
+
+    async def _start(self, seconds: float) -> Profile:
         if self._task is not None and not self._task.done():
             raise TraceError("a profile is running: POST /stop_profile ends it")
         path = None if inside_nsys() else self._new_path()

@@ -12,8 +12,11 @@ import httpx
 import pytest
 from stepgraph.profiling import ranges
 from stepgraph.profiling.trace import read_trace
+from stepgraph.runtime import AsyncEngine, ConfigError
+from stepgraph.runtime.service import app
 from stepgraph.runtime.service.http.app import OPERATIONS
 
+from ..rigs.fake_engine import fake_engine
 from ..rigs.http_rig import COMPLETIONS, service
 from ..rigs.http_servers import HEADERS, SECONDS, Command
 from ..rigs.service_rig import in_event_loop
@@ -57,6 +60,23 @@ async def test_profile_is_a_trace_of_the_steps_between_start_and_stop(tmp_path: 
         assert (await rig.http.post("/stop_profile")).json() == {"path": path}
         assert steps_of(path) >= 2 * BODY["max_tokens"]
         assert (await rig.http.post("/stop_profile")).status_code == 409
+
+
+@in_event_loop
+async def test_profiles_that_start_together_are_one(tmp_path: Path) -> None:
+    async with service(admin=True, profile_dir=tmp_path) as rig:
+        starts = await asyncio.gather(*[rig.http.post("/start_profile") for _ in range(4)])
+        (path,) = [each.json()["path"] for each in starts if each.status_code == 200]
+        refused = {each.json()["error"]["message"] for each in starts if each.status_code != 200}
+        assert refused == {"a profile is running: POST /stop_profile ends it"}
+        assert (await rig.http.post("/stop_profile")).json() == {"path": path}
+
+
+def test_profile_folder_that_cannot_be_made_is_a_wrong_flag(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError) as raised:
+        app(AsyncEngine(fake_engine), profile_dir=tmp_path / "file" / "traces")
+    assert raised.value.flag == "--profile-dir"
 
 
 @in_event_loop

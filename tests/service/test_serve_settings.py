@@ -72,7 +72,8 @@ def test_settings_of_the_command_line_win_then_variables_then_the_file(
 ) -> None:
     lines = [f"{name} = {toml(value)}" for name, value in written.items()]
     text = "\n".join(["model = 'demo'", *lines])
-    file.write_text(text.replace("-num-", "_num_") if underscores else text)
+    text = text.replace("-num-", "_num_") if underscores else text
+    file.write_text(text, encoding="utf-8-sig" if underscores else "utf-8")
     expected = make_parser().parse_args(["demo", *on_command_line(written | exported | typed)])
     with pytest.MonkeyPatch.context() as patch:
         for name, value in exported.items():
@@ -97,6 +98,10 @@ def test_settings_of_the_command_line_win_then_variables_then_the_file(
         ("dtype = 'float8'", {}, ("dtype", "float8", "bfloat16")),
         ("allow-origin = []", {}, ("allow-origin", "list")),
         ("dtype = \n", {}, ("serve.toml", "line 1")),
+        ("PORTS = 1", {}, ("PORTS", "nearest is port")),
+        ("allow-origin = [['x']]", {}, ("allow-origin", "list")),
+        ('host = "a\\u0000"', {}, ("host", "NUL")),
+        (f"dtype = {'[' * 10_000}", {}, ("serve.toml", "recursion")),
         ("", {"STEPGRAPH_PORT": "x"}, ("STEPGRAPH_PORT", "'x'")),
         ("", {"STEPGRAPH_CONFIG": "missing.toml"}, ("missing.toml",)),
     ],
