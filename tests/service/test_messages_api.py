@@ -9,10 +9,11 @@ from typing import Any
 import msgspec
 import pytest
 from stepgraph.runtime import ServiceConfig
+from stepgraph.runtime.service.http import generation
 from stepgraph.runtime.service.http.messages_api import MessagesRequest
 
 from ..rigs.fake_engine import runner_of
-from ..rigs.http_rig import Rig, service
+from ..rigs.http_rig import CHAT, Rig, service
 from ..rigs.scripted_engine import PROMPT_TOKENS, scripted_engine
 from ..rigs.service_rig import in_event_loop
 
@@ -272,6 +273,21 @@ async def test_error_types_follow_the_status() -> None:
         assert (await rig.http.get(MESSAGES, headers=key)).status_code == 405
         await rig.engine.drain()
         assert (await error_of(HI, **key))[:2] == (503, "overloaded_error")
+
+
+@in_event_loop
+async def test_pings_keep_a_stream_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generation, "PING_SECONDS", 0.01)
+    async with serve() as rig:
+        runner = runner_of(rig.inner)
+        read = runner.read
+        runner.read = lambda launch: time.sleep(0.05) or read(launch)
+        response = await rig.post({**HI, "stream": True}, MESSAGES)
+        pings = response.text.split('event: ping\ndata: {"type":"ping"}\n\n')
+        assert len(pings) > 2
+        assert "".join(pings).startswith("event: message_start\n")
+        chat = await rig.events({"messages": HI["messages"]}, CHAT)
+        assert all(event["object"] == "chat.completion.chunk" for event in chat)
 
 
 @in_event_loop

@@ -85,6 +85,8 @@ class Dialect:
     error_body: type[msgspec.Struct] = ErrorBody
     """The type of what `error` returns."""
     stream_type = b"text/event-stream; charset=utf-8"
+    ping = b""
+    """An event that keeps a stream open while it has no others; empty for none."""
     id_headers: tuple[bytes, ...] = ()
     """Headers of responses that have the id of the request, besides `X-Request-Id`."""
     fields: tuple[tuple[str, str], ...] = ()

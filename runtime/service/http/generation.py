@@ -39,6 +39,9 @@ if TYPE_CHECKING:  # it needs prometheus-client
 R = TypeVar("R", bound=SamplingRequest)
 
 DONE = b"data: [DONE]\n\n"
+PING_SECONDS = 10.0
+"""Time between the pings of a stream, in APIs that have them: prefill can take longer than clients
+and proxies wait for an event."""
 
 
 @dataclass(frozen=True)
@@ -213,14 +216,20 @@ async def _send_events(
             if joined := b"".join(events):
                 await exchange.send_events(joined)
 
+    async def send_pings() -> None:
+        while exchange.dialect.ping:
+            await asyncio.sleep(PING_SECONDS)
+            await exchange.send_events(exchange.dialect.ping)
+
     # In tasks of their own: a wake-up would pass through the coroutines of all middleware.
     tasks = [asyncio.create_task(send_deltas(*numbered)) for numbered in enumerate(streams)]
+    pings = asyncio.create_task(send_pings())
     try:
         await asyncio.gather(*tasks)
     finally:
-        for task in tasks:
+        for task in (*tasks, pings):
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, pings, return_exceptions=True)
         counted = _usage(exchange, streams, num_tokens, answer)
     await exchange.send_events(answer.end(counted), last=True)
 

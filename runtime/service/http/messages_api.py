@@ -217,6 +217,7 @@ _ERRORS: Final = {"server_error": "api_error", "service_unavailable_error": "ove
 
 class _MessagesDialect(Dialect):
     error_body = MessagesError
+    ping = b'event: ping\ndata: {"type":"ping"}\n\n'
     id_headers = (b"request-id",)
     fields = (
         ("continue_final_message$", "messages"),
