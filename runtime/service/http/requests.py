@@ -581,7 +581,7 @@ class UnknownFields:
 
     def check(self, body: bytes | bytearray, kind: type[Any]) -> None:
         """Refuse or log the unknown fields of a body, which has been decoded as a `kind`."""
-        known = self._kinds.get(kind, frozenset(kind.__struct_encode_fields__))
+        known = self._kinds.get(kind) or frozenset(kind.__struct_encode_fields__)
         given = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
         if given.keys() <= known:
             return
