@@ -336,7 +336,7 @@ async def test_a_failed_engine_fails_the_response(background: bool) -> None:
             assert (error["type"], end["type"]) == ("error", "response.failed")
             failed = end["response"]
             assert (await rig.http.get(f"{PATH}/{failed['id']}")).json() == failed
-        assert failed["error"]["type"] == "server_error"
+        assert failed["error"]["code"] == "server_error"
 
 
 PART: dict[str, Any] = {"role": "user", "content": [{"type": "input_text", "text": "a"}]}

@@ -79,7 +79,7 @@ class ResponsesRequest(SamplingRequest, kw_only=True):
             kept = -1 if self.max_output_tokens else max_model_len - max_model_len // 4
         common = {name: getattr(self, name) for name in _COMMON}
         tools, choice = self._tools()
-        if self.text is not None and choice in (None, "auto", "none"):  # a call is not such a text
+        if self.text is not None and choice in (None, "auto", "none"):  # no call is demanded
             common["response_format"] = self.text.format
         return ChatRequest(
             **common | {"truncate_prompt_tokens": kept},

@@ -298,7 +298,9 @@ class _Turn(Dialect):
         return self.answer
 
     def error_event(self, error: HttpError, request_id: str) -> bytes:
-        return self.answer.stop("failed", error=self.details(error))
+        details = self.details(error)
+        details.code = details.code or details.type  # clients demand one
+        return self.answer.stop("failed", error=details)
 
 
 async def _read(service: Service, exchange: Exchange) -> tuple[_Turn, ChatRequest]:
