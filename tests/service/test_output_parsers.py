@@ -136,7 +136,7 @@ def test_calls(parser: str, text: str, content: str, calls: list[tuple[str, str]
     ("text", "started", "reasoning", "content"),
     [
         ("<think>\nhm < 3\n</think>\n\nYes", False, "hm < 3\n", "Yes"),
-        ("\n<think>a</think></think>", False, "a", "\n</think>"),
+        ("\n<think>a</think></think>", False, "a", "</think>"),
         ("<think>not closed </thin", False, "not closed </thin", ""),
         ("<think></think>x", False, "", "x"),
         ("the tag <think>", False, "", "the tag <think>"),
@@ -239,13 +239,13 @@ def test_hostile_text_takes_linear_time_and_bounded_memory() -> None:
 @pytest.mark.parametrize("name", TOOL_FORMATS)
 def test_hostile_text_takes_linear_time_in_every_format(name: str) -> None:
     parts = fragments(name)[:20]
-    began = time.perf_counter()
+    began = time.process_time()
     for begin in ("", "".join(parts[:2])):
         for unit in (*parts, "a"):
             text = begin + unit * (3_000 // len(unit))
             for size in (1, len(text)):
                 parse([text[start : start + size] for start in range(0, len(text), size)], name)
-    assert time.perf_counter() - began < 20  # takes 2 s
+    assert time.process_time() - began < 10  # takes 0.4 s
 
 
 def test_the_limit_of_held_text_does_not_depend_on_the_split() -> None:

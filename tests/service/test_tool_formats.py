@@ -244,7 +244,7 @@ def read(parsers: tuple[str, str | None], text: str, cuts: list[int], **options:
     return add(answer, parser, "", last=True)
 
 
-def found(answer: Answer) -> tuple[str, str, list[tuple[str, Any]]]:
+def decoded(answer: Answer) -> tuple[str, str, list[tuple[str, Any]]]:
     reasoning, content, calls = answer
     return reasoning, content, [(name, json.loads(arguments)) for name, arguments in calls]
 
@@ -264,8 +264,8 @@ def test_calls_of_every_format_are_read_back(
     else:
         content, parsers = before + after, (name, None)
     text = before + written + after
-    assert found(read(parsers, text, cuts)) == ("", content, calls)
-    assert found(read(parsers, text, list(range(len(text))))) == ("", content, calls)
+    assert decoded(read(parsers, text, cuts)) == ("", content, calls)
+    assert decoded(read(parsers, text, list(range(len(text))))) == ("", content, calls)
 
 
 @pytest.mark.parametrize("name", REASONING)

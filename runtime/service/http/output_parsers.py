@@ -62,7 +62,8 @@ REASONING_FORMATS: Final[Mapping[str, ReasoningFormat]] = {
 class _ReasoningParser(TextParser):
     """Reads reasoning at the start of the text; its tag elsewhere is content.
 
-    White space after either tag is dropped. Reasoning that is not closed lasts to the end.
+    White space around the first tag and after the second is dropped. Reasoning that is not closed
+    lasts to the end.
     """
 
     def __init__(self, tags: ReasoningFormat, reasons: bool) -> None:
@@ -72,12 +73,8 @@ class _ReasoningParser(TextParser):
         super().__init__()
 
     def _parse(self) -> Generator[None]:
-        add = [] if self._reasons else [self._add_content]
-        yield from self._skip_space(*add)
-        if (yield from self._skip(self._tags.open.rstrip())):
-            self._reasons = True
+        if (yield from self._skip(self._tags.open.rstrip())) or self._reasons:
             yield from self._skip_space()
-        if self._reasons:
             yield from self._take_until([self._tags.close], self._add_reasoning)
             yield from self._skip_space()
         while True:

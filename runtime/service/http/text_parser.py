@@ -17,11 +17,11 @@ _WORD: Final = r"""[^\s<>"'=:(){}\[\],]{1,256}"""
 _FIELDS: Final = {
     "{name}": f"(?P<name>{_WORD})",
     "{string}": r'(?P<name>(?s:[^"\\]|\\.|\\\Z){1,256})',  # a name in JSON
-    "{key}": r"(?P<key>[^<>\"\n]{1,256})",
+    "{key}": r'(?P<key>[^<>"\n]{1,256})',
     "{word}": _WORD,
     "{type}": f"(?P<type>{_WORD})",
     "{id}": _WORD,
-    "{any}": r"(?P<any>[^\n]{0,128}?)",
+    "{any}": r"[^\n]{0,128}?",
     "{list}": r"[\[,]?",
     "{line}": r"\n?",
 }
@@ -72,12 +72,11 @@ class TextParser(ABC):
     def _add_reasoning(self, text: str) -> None:
         self._gained.reasoning.append(text)
 
-    def _skip_space(self, add: Callable[[str], None] = lambda text: None) -> Generator[None]:
-        """Drop white space, or pass it to `add`."""
+    def _skip_space(self) -> Generator[None]:
+        """Drop white space."""
         while True:
             found = _SPACE.match(self._text, self._at)
             assert found is not None, "the pattern matches nothing too"
-            add(found[0])
             self._at = found.end()
             if self._at < len(self._text) or self._last:
                 return

@@ -33,6 +33,7 @@ class ToolFormat:
     parameter: tuple[str, str] | None = None  # around each argument; None: they are one object
     quote: str = ""  # around strings, where arguments are literals of Python or of Gemma
     bare: bool = False  # whether calls of offered functions need no `open` where they may begin
+    call_id: str = "call_{}"  # with a random number in it
     marks: tuple[str, ...] = ()  # texts of its chat templates; without any, `open` is one
 
     @property
@@ -61,6 +62,7 @@ _LIST: Final = ("[" + _NAME_FIRST, ", " + _NAME_FIRST, _NAME_FIRST)
 _PYTHON: Final = ("[{name}(", ", {name}(")
 _KEYWORD: Final = ("{key}=", "")
 _GEMMA: Final = ("{key}:", "")
+_MISTRAL_ID: Final = "{:.9}"  # the templates refuse other lengths
 
 TOOL_FORMATS: Final[Mapping[str, ToolFormat]] = {
     "harmony": ToolFormat(  # gpt-oss
@@ -136,9 +138,12 @@ TOOL_FORMATS: Final[Mapping[str, ToolFormat]] = {
         quote="<escape>",
     ),
     "mistral": ToolFormat(
-        "[TOOL_CALLS]", ("{name}[ARGS]", "{name}[CALL_ID]{id}[ARGS]"), marks=("[ARGS]",)
+        "[TOOL_CALLS]",
+        ("{name}[ARGS]", "{name}[CALL_ID]{id}[ARGS]"),
+        call_id=_MISTRAL_ID,
+        marks=("[ARGS]",),
     ),
-    "mistral_json": ToolFormat("[TOOL_CALLS]", _LIST, "}]"),
+    "mistral_json": ToolFormat("[TOOL_CALLS]", _LIST, "}]", call_id=_MISTRAL_ID),
     "granite": ToolFormat("<|tool_call|>", _LIST, "}]", trailing="<|/tool_call|>"),  # 3; Phi-4-mini
     "lfm2": ToolFormat(
         "<|tool_call_start|>", _PYTHON, ")]<|tool_call_end|>", parameter=_KEYWORD, quote='"'
@@ -180,11 +185,7 @@ _QUOTED: Final = {
     quote: re.compile(rf"(?s)(?P<part>(?:[^{quote}\\]|\\.)+)|{quote}") for quote in "\"'"
 }
 _ESCAPE: Final = re.compile(r"(?s)\\(.)|[^\\]+")
-_NUMBER: Final = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
-_CONSTANTS: Final = {
-    **{"True": "true", "False": "false", "None": "null", "(": "[", ":": ": ", "'": '"'},
-    **{word: word for word in ("true", "false", "null", *'[{=><"')},
-}
+_SIGNS: Final = {"(": "[", ":": ": ", "'": '"'}
 _BRACKETS: Final = {"(": "]", "[": "]", "{": "}"}
 _TYPES: Final[Mapping[type, str]] = {
     **{str: "string", bool: "boolean", int: "number", float: "number"},
@@ -265,7 +266,7 @@ class ToolParser(TextParser):
                 return False
         if not name or not (self._is_sure or name in self._tools):
             return False
-        index, call_id = self._num_calls, f"call_{secrets.token_hex(12)}"
+        index, call_id = self._num_calls, self._format.call_id.format(secrets.token_hex(12))
         self._gained.calls[index] = ToolCall(Function("", name), index, call_id, "function")
         return True
 
@@ -423,7 +424,7 @@ def _as_json(found: re.Match[str]) -> str:
     text = found[0]
     if found["key"] is not None:
         return f"{_json(found['key'])}: "
-    return text if _NUMBER.fullmatch(text) else _CONSTANTS.get(text) or _json(text)
+    return _SIGNS.get(text, text) if found["word"] is None else _value(text, _ALL_TYPES)
 
 
 def _value(text: str, types: frozenset[str]) -> str:
@@ -437,28 +438,24 @@ def _value(text: str, types: frozenset[str]) -> str:
 
 
 def parameter_types(schema: Any, name: str) -> frozenset[str]:
-    """Return the JSON types that a schema allows for one of its properties."""
+    """Return the JSON types that a schema allows for one of its properties; all if it is wrong."""
     refs: set[str] = set()  # each of which is followed once
 
-    def types(*path: str, inner: Any = schema) -> frozenset[str]:
+    def types(inner: Any, *path: str) -> frozenset[str]:
         for key in path:
-            inner = inner.get(key) if isinstance(inner, Mapping) else None
-        if not isinstance(inner, Mapping):
-            return _ALL_TYPES
-        ref, given = inner.get("$ref"), inner.get("type")
-        if isinstance(ref, str):
-            is_known = ref in refs
-            refs.add(ref)
-            return frozenset() if is_known else types(*ref.split("/")[1:])
-        if isinstance(given, str | list) and given:
-            names = [given] if isinstance(given, str) else given
-            return frozenset("number" if each == "integer" else str(each) for each in names)
-        for key in ("anyOf", "oneOf", "allOf"):
-            if isinstance(several := inner.get(key), list) and several:
-                return frozenset[str]().union(*(types(inner=each) for each in several))
-        values = [inner["const"]] if "const" in inner else inner.get("enum")
-        if isinstance(values, list) and values:
-            return frozenset(_TYPES.get(type(each), "null") for each in values)
-        return _ALL_TYPES
+            inner = inner[key]
+        if "$ref" in inner:
+            is_known = inner["$ref"] in refs
+            refs.add(inner["$ref"])
+            return frozenset() if is_known else types(schema, *inner["$ref"].split("/")[1:])
+        several = [each for key in ("anyOf", "oneOf", "allOf") for each in inner.get(key, ())]
+        if several:
+            return frozenset().union(*map(types, several))
+        values = [inner["const"]] if "const" in inner else inner.get("enum", ())
+        given = inner.get("type") or [_TYPES[type(value)] for value in values] or _ALL_TYPES
+        names = [given] if isinstance(given, str) else given
+        return frozenset("number" if each == "integer" else each for each in names)
 
-    return types("properties", name)
+    with suppress(AttributeError, LookupError, TypeError, RecursionError):
+        return types(schema, "properties", name)
+    return _ALL_TYPES
