@@ -22,6 +22,7 @@ from .requests import (
     allowed,
     call_arguments,
     chat_prompt,
+    content_texts,
 )
 from .responses import ChatChoice, ChatMessage, ToolCall, Usage
 
@@ -30,19 +31,6 @@ Object = dict[str, Any]
 
 def _refused(where: str, value: object, allowed: str) -> HttpError:
     return invalid(where, f"{where} is {bounded_repr(value)}; allowed is {allowed}")
-
-
-def _parts(content: Any, where: str) -> list[Object]:
-    """Return the text blocks of a content, which are also those of a chat."""
-    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    if not isinstance(blocks, list | None):
-        raise _refused(where, blocks, "a text, or a list of blocks of type text")
-    for index, block in enumerate(blocks or ()):
-        match block:
-            case {"type": "text", "text": str()}:
-                continue
-        raise _refused(f"{where}[{index}]", block, "a block of type text with a text")
-    return list(blocks or ())
 
 
 class ToolChoice(msgspec.Struct):
@@ -113,7 +101,8 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
     def _blocks(self) -> Iterator[tuple[str, Object]]:
         """Return the role of each block, and what it adds to a message of a chat."""
         if self.system:
-            yield "system", {"content": _parts(self.system, "system")}
+            texts = content_texts(self.system, "system")
+            yield "system", {"content": [{"type": "text", "text": text} for text in texts]}
         names: dict[str, str] = {}  # of the tools, by the id of their call
         for number, message in enumerate(self.messages):
             role, content = message.get("role"), message.get("content")
@@ -136,9 +125,9 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
                         call = {"id": id, "type": "function", "function": function}
                         yield role, {"tool_calls": [call]}
                     case {"type": "tool_result", "tool_use_id": str(id)}:
-                        parts = _parts(block.get("content"), f"{where}.content")
                         texts = ["Error:"] * (block.get("is_error") is True)
-                        result = {"content": "\n".join(texts + [p["text"] for p in parts])}
+                        texts += content_texts(block.get("content"), f"{where}.content")
+                        result = {"content": "\n".join(texts)}
                         yield "tool", {**result, "tool_call_id": id, "name": names.get(id)}
                     case _:
                         form = "a block of type text, thinking, redacted_thinking, tool_use (with"

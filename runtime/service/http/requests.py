@@ -304,10 +304,8 @@ class ChatRequest(SamplingRequest, kw_only=True):
         """The text of the last message, if the model continues it; empty otherwise."""
         if not (self.continue_final_message and self.messages):
             return ""
-        content = self.messages[-1].get("content")
-        if isinstance(content, list):
-            return "\n".join(_text(part, f"content[{i}]") for i, part in enumerate(content))
-        return content if isinstance(content, str) else ""
+        where = f"messages[{len(self.messages) - 1}].content"
+        return "\n".join(content_texts(self.messages[-1].get("content"), where))
 
     def template_kwargs(self) -> dict[str, Any]:
         """Return the variables of the template, `reasoning_effort` among them as in vLLM."""
@@ -407,7 +405,10 @@ def chat_prompt(
     )
 
 
-TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal"})
+TEXT_PARTS = frozenset(
+    {"text", "input_text", "output_text", "refusal", "reasoning_text", "summary_text"}
+)
+"""Types of the parts of contents in the APIs of OpenAI; Anthropic's have the first one."""
 MAX_ARGUMENTS_DEPTH = MAX_DEPTH - 8
 """Of nested values; they are themselves nested in the messages that a template gets."""
 
@@ -425,10 +426,8 @@ def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     converted = dict(message)
     content = message.get("content")
     if isinstance(content, list):
-        converted["content"] = [
-            {"type": "text", "text": _text(part, f"{where}.content[{i}]")}
-            for i, part in enumerate(content)
-        ]
+        texts = content_texts(content, f"{where}.content")
+        converted["content"] = [{"type": "text", "text": text} for text in texts]
     elif content is None:
         converted["content"] = ""
     calls = message.get("tool_calls")
@@ -441,13 +440,27 @@ def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     return converted
 
 
+def content_texts(content: object, where: str) -> list[str]:
+    """Return the texts of a content: a text, a list of parts, or null, which has none.
+
+    Raises:
+        HttpError: it is something else, or a part is not a text; `param` names it.
+    """
+    if isinstance(content, str):
+        return [content]
+    if not isinstance(content, list | None):
+        raise invalid(where, f"{where} must be a text or a list of parts")
+    return [_text(part, f"{where}[{index}]") for index, part in enumerate(content or ())]
+
+
 def _text(part: object, where: str) -> str:
     """Return the text of a part of a content."""
     if isinstance(part, str):
         return part
     if not isinstance(part, dict) or part.get("type") not in TEXT_PARTS:
-        problem = "is not supported: the parts of a content must have type 'text'"
-        raise invalid(where, f"{where} {problem}")
+        shown = bounded_repr(part, 60)
+        problem = f"{where} ({shown}) is not supported: the parts of a content must be texts"
+        raise HttpError(400, problem, param=where, code="unsupported_field")
     text = part.get("refusal" if part["type"] == "refusal" else "text")
     if not isinstance(text, str):
         raise invalid(f"{where}.text", f"{where}.text must be a string")

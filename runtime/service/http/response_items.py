@@ -12,7 +12,14 @@ from msgspec import Meta
 from ...bounded_repr import bounded_repr
 from ...sampling_params import MAX_LOGPROBS, MAX_TOKENS_LIMIT
 from .exchange import HttpError, invalid
-from .requests import ChatRequest, Effort, Entries, ResponseFormat, SamplingRequest
+from .requests import (
+    ChatRequest,
+    Effort,
+    Entries,
+    ResponseFormat,
+    SamplingRequest,
+    content_texts,
+)
 from .response_store import Item
 
 Metadata = Annotated[dict[str, str], Meta(max_length=16)]
@@ -143,7 +150,6 @@ _PREFIXES = {
 }
 """Of the ids of items, by their types."""
 _ROLES = ("user", "assistant", "system", "developer")
-_PARTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
 
 
 def new_id(kind: str) -> str:
@@ -184,23 +190,15 @@ def _item(given: Item, where: str) -> Item:
                 _string(item, name, where)
         case "function_call_output":
             _string(item, "call_id", where)
-            _parts(item, "output", where, "input_text")
+            content_texts(item.get("output"), f"{where}.output")
     return item
 
 
 def _parts(item: Item, name: str, where: str, kind: str) -> list[dict[str, Any]]:
     """Return the parts of a content; a text is one part of a `kind`, null has none."""
-    content, where = item.get(name), f"{where}.{name}"
-    if isinstance(content, str):
-        return [{"type": kind, "text": content}]
-    if not isinstance(content, list | None):
-        raise invalid(where, f"{where} must be a text or a list of parts")
-    for index, part in enumerate(content or ()):
-        if not isinstance(part, dict):
-            raise invalid(f"{where}[{index}]", f"{where}[{index}] must be an object")
-        is_refusal = _one_of(part, "type", _PARTS, f"{where}[{index}]") == "refusal"
-        _string(part, "refusal" if is_refusal else "text", f"{where}[{index}]")
-    return content or []
+    content = item.get(name)
+    content_texts(content, f"{where}.{name}")
+    return [{"type": kind, "text": content}] if isinstance(content, str) else content or []
 
 
 def _string(item: Mapping[str, Any], name: str, where: str) -> None:
@@ -229,22 +227,21 @@ def chat_messages(items: Iterable[Item]) -> list[dict[str, Any]]:
     for item in items:
         match item["type"]:
             case "reasoning":
-                text = "\n".join(_texts(item["content"] or item["summary"]))
+                text = "\n".join(content_texts(item["content"] or item["summary"], "content"))
                 _answer(messages, "reasoning_content")["reasoning_content"] = text
             case "function_call":
                 function = {"name": item["name"], "arguments": item["arguments"]}
                 call = {"id": item["call_id"], "type": "function", "function": function}
                 _answer(messages, "tool_calls").setdefault("tool_calls", []).append(call)
             case "function_call_output":
-                content = _content(_parts(item, "output", "", "input_text"))
-                call_id = item["call_id"]
+                content, call_id = _content(item.get("output")), item["call_id"]
                 messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
             case "message" if item["role"] == "assistant":
                 _answer(messages, "content")["content"] = _content(item["content"])
             case "message" if item["role"] == "user":
                 messages.append({"role": "user", "content": _content(item["content"])})
             case "message":
-                texts = _texts(item["content"])
+                texts = content_texts(item["content"], "content")
                 if messages and messages[-1]["role"] == "system":
                     texts.insert(0, messages.pop()["content"])
                 messages.append({"role": "system", "content": "\n\n".join(texts)})
@@ -262,13 +259,9 @@ def _answer(messages: list[dict[str, Any]], gains: str) -> dict[str, Any]:
     return messages[-1]
 
 
-def _texts(parts: Iterable[Mapping[str, Any]]) -> list[str]:
-    return [part["refusal" if part["type"] == "refusal" else "text"] for part in parts]
-
-
-def _content(parts: Sequence[Mapping[str, Any]]) -> str | list[dict[str, Any]]:
+def _content(given: object) -> str | list[dict[str, Any]]:
     """Return the content of a message: a text, or several parts."""
-    texts = _texts(parts)
+    texts = content_texts(given, "content")
     if len(texts) < 2:
         return "".join(texts)
     return [{"type": "text", "text": text} for text in texts]
