@@ -141,19 +141,17 @@ async def tokenize(service: Service, exchange: Exchange) -> None:
     service.model_name(request.model)
     if (request.prompt is None) == (request.messages is None):
         raise invalid("prompt", "give one of prompt and messages")
-
-    def encode() -> Tokens:
-        special = request.add_special_tokens
-        if request.prompt is None:
-            conversation = chat_prompt(request, request.tools)
-            token_ids = service.encode(conversation, special=bool(special))  # templates write them
-        else:
-            token_ids = service.encode(request.prompt, special=special is not False)
-        texts = TokenTexts(service.engine.tokenizer)
-        strings = [texts.text(i) for i in token_ids] if request.return_token_strs else None
-        return Tokens(len(token_ids), service.engine.max_model_len, token_ids, strings)
-
-    await exchange.respond(await service.engine.run_in_pool(encode))
+    special, prompt = request.add_special_tokens, request.prompt
+    if special is None:
+        special = prompt is not None  # templates write special tokens themselves
+    token_ids = await service.encode(
+        chat_prompt(request) if prompt is None else prompt, special=special
+    )
+    strings, texts = None, TokenTexts(service.engine.tokenizer)
+    if request.return_token_strs:
+        strings = await service.engine.run_in_pool(lambda: [texts.text(i) for i in token_ids])
+    longest = service.engine.max_model_len
+    await exchange.respond(Tokens(len(token_ids), longest, token_ids, strings))
 
 
 async def detokenize(service: Service, exchange: Exchange) -> None:
@@ -169,10 +167,10 @@ async def detokenize(service: Service, exchange: Exchange) -> None:
             raise invalid("tokens", f"tokens[{index}] is {shown}; allowed is 0 to {MAX_TOKEN_ID}")
     tokenizer = service.tokenizer("tokens")
 
-    def decode() -> Text:
-        return Text(tokenizer.decode(request.tokens, skip_special_tokens=False))
-
-    await exchange.respond(await service.engine.run_in_pool(decode))
+    text = await service.engine.run_in_pool(
+        lambda: tokenizer.decode(request.tokens, skip_special_tokens=False)
+    )
+    await exchange.respond(Text(text))
 
 
 OPERATIONS: Mapping[tuple[str, str], Operation] = {

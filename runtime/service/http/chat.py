@@ -49,7 +49,7 @@ async def converse(
         request.forced_call(service.parsers[0]),
     )
     if prompt is None:
-        prompt = chat_prompt(request, request.offered_tools())
+        prompt = chat_prompt(request)
         params = await _after_reasoning(service, request, prompt, params)
     answer = (make_answer or ChatAnswer)(service, request, model, params)
     if answer.is_parsed:

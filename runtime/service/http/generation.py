@@ -72,18 +72,22 @@ class Service:
             )
         return tokenizer
 
-    def encode(self, prompt: str | ChatPrompt, *, special: bool) -> list[int]:
+    async def encode(self, prompt: str | ChatPrompt, *, special: bool | None = False) -> list[int]:
         """Return the tokens of a prompt, with those of the post-processor if `special`.
 
-        It can take seconds: call it in a thread. Raises `RequestError` as `tokenizer` and
-        `TextTokenizer.encode`, and for a prompt of more than `max_model_len` tokens.
+        Raises `RequestError` as `tokenizer` and `TextTokenizer.encode`, and for a prompt of more
+        than `max_model_len` tokens.
         """
         tokenizer, longest = self.tokenizer(), self.engine.max_model_len
-        text = prompt if isinstance(prompt, str) else tokenizer.render(prompt)
-        least = tokenizer.least_tokens(text)
-        if least > longest:  # it could occupy the thread for seconds
-            raise too_long(f"at least {least} tokens", longest)
-        return tokenizer.encode(text, special=special)
+
+        def encode() -> list[int]:
+            text = prompt if isinstance(prompt, str) else tokenizer.render(prompt)
+            least = tokenizer.least_tokens(text)
+            if least > longest:  # it could occupy the thread for seconds
+                raise too_long(f"at least {least} tokens", longest)
+            return tokenizer.encode(text, special=bool(special))
+
+        return await self.engine.run_in_pool(encode)
 
     def model_name(self, given: str | None) -> str:
         """Return the name of the model for the response, 404 if no model has it.

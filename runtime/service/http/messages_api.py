@@ -240,9 +240,7 @@ async def count_tokens(service: Service, exchange: Exchange) -> None:
     chat = (await exchange.read(CountTokensRequest)).chat()
     exchange.param_of = chat.param_of
     service.model_name(chat.model)
-    prompt = chat_prompt(chat, chat.offered_tools())
-    token_ids = await service.engine.run_in_pool(lambda: service.encode(prompt, special=False))
-    await exchange.respond({"input_tokens": len(token_ids)})
+    await exchange.respond({"input_tokens": len(await service.encode(chat_prompt(chat)))})
 
 
 _STOP_REASONS: Final = {

@@ -226,9 +226,8 @@ async def ollama_generate(service: Service, exchange: Exchange) -> None:
         service = replace(service, parser_names=(None, None))
     prompt: Prompt | None = text
     if request.context:
-        follows = chat_prompt(chat, None) if text is None else text
-        encoded = service.engine.run_in_pool(lambda: service.encode(follows, special=False))
-        prompt = [*request.context, *await encoded]
+        follows = chat_prompt(chat) if text is None else text
+        prompt = [*request.context, *await service.encode(follows)]
     await converse(service, exchange, chat, GenerateAnswer, prompt)
 
 

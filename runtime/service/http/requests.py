@@ -386,14 +386,12 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
     tokens: list[TokenId]
 
 
-def chat_prompt(
-    request: ChatRequest | TokenizeRequest, tools: list[dict[str, Any]] | None
-) -> ChatPrompt:
+def chat_prompt(request: ChatRequest | TokenizeRequest) -> ChatPrompt:
     """Return the prompt of a conversation."""
     begins = request.add_generation_prompt
-    kwargs = request.chat_template_kwargs or {}
+    tools, kwargs = request.tools, request.chat_template_kwargs or {}
     if isinstance(request, ChatRequest):
-        kwargs = request.template_kwargs()
+        tools, kwargs = request.offered_tools(), request.template_kwargs()
     return ChatPrompt(
         template_messages(request.messages or ()),
         tools=tools,

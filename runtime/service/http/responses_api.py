@@ -427,9 +427,7 @@ async def count_input_tokens(service: Service, exchange: Exchange) -> None:
     """Respond with the number of tokens of the prompt that a request has."""
     turn, chat = await _read(service, exchange)
     service.model_name(turn.request.model)
-    prompt = chat_prompt(chat, chat.offered_tools())
-    special = bool(chat.add_special_tokens)
-    tokens = await service.engine.run_in_pool(lambda: service.encode(prompt, special=special))
+    tokens = await service.encode(chat_prompt(chat), special=chat.add_special_tokens)
     await exchange.respond(InputTokens(len(tokens)))
 
 
