@@ -22,7 +22,7 @@ from .requests import (
     ChatRequest,
     Entries,
     ResponseFormat,
-    StopString,
+    SamplingFields,
     TokenId,
     allowed,
     call_arguments,
@@ -37,22 +37,14 @@ R = TypeVar("R", bound="OllamaRequest")
 
 
 class Options(
-    msgspec.Struct,
+    SamplingFields,
     kw_only=True,
     rename={"max_tokens": "num_predict", "repetition_penalty": "repeat_penalty"},
 ):
     """How tokens are chosen; null is the default of the checkpoint."""
 
     max_tokens: int | None = None  # negative: no limit
-    temperature: Annotated[float, allowed("temperature")] | None = None
-    top_k: Annotated[int, allowed("top_k")] | None = None
-    top_p: Annotated[float, allowed("top_p")] | None = None
-    min_p: Annotated[float, allowed("min_p")] | None = None
-    seed: Annotated[int, allowed("seed")] | None = None
-    stop: StopString | Annotated[list[StopString], allowed("stop")] | None = None
     repetition_penalty: Annotated[float, allowed("repetition_penalty")] | None = None
-    presence_penalty: Annotated[float, allowed("presence_penalty")] | None = None
-    frequency_penalty: Annotated[float, allowed("frequency_penalty")] | None = None
 
 
 class OllamaRequest(msgspec.Struct, kw_only=True):

@@ -116,7 +116,20 @@ class ResponseFormat(msgspec.Struct):
             return StructuredOutput(json=schema)
 
 
-class SamplingRequest(msgspec.Struct, kw_only=True):
+class SamplingFields(msgspec.Struct, kw_only=True):
+    """How tokens are chosen, under the names that the APIs of OpenAI and Ollama share."""
+
+    temperature: Annotated[float, allowed("temperature")] | None = None
+    top_p: Annotated[float, allowed("top_p")] | None = None
+    top_k: Annotated[int, allowed("top_k")] | None = None
+    min_p: Annotated[float, allowed("min_p")] | None = None
+    presence_penalty: Annotated[float, allowed("presence_penalty")] | None = None
+    frequency_penalty: Annotated[float, allowed("frequency_penalty")] | None = None
+    seed: Annotated[int, allowed("seed")] | None = None
+    stop: StopString | Annotated[list[StopString], allowed("stop")] | None = None
+
+
+class SamplingRequest(SamplingFields, kw_only=True):
     """The common fields of requests for tokens."""
 
     model: str | None = None
@@ -124,17 +137,9 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
     stream_options: StreamOptions | None = None
     max_tokens: Annotated[int, allowed("max_tokens")] | None = None
     min_tokens: Annotated[int, allowed("min_tokens")] | None = None
-    temperature: Annotated[float, allowed("temperature")] | None = None
-    top_p: Annotated[float, allowed("top_p")] | None = None
-    top_k: Annotated[int, allowed("top_k")] | None = None
-    min_p: Annotated[float, allowed("min_p")] | None = None
     repetition_penalty: Annotated[float, allowed("repetition_penalty")] | None = None
-    presence_penalty: Annotated[float, allowed("presence_penalty")] | None = None
-    frequency_penalty: Annotated[float, allowed("frequency_penalty")] | None = None
     logit_bias: Biases | None = None
-    seed: Annotated[int, allowed("seed")] | None = None
     n: Annotated[int, allowed("n")] | None = None
-    stop: StopString | Annotated[list[StopString], allowed("stop")] | None = None
     stop_token_ids: Annotated[list[TokenId], allowed("stop_token_ids")] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
@@ -585,18 +590,14 @@ class UnknownFields:
     def __init__(self, policy: Policy, kinds: Collection[type[msgspec.Struct]]) -> None:
         """Follow a policy. `kinds` are the types of all requests for tokens."""
         self._policy = policy
-        self._kinds = {kind: frozenset(kind.__struct_encode_fields__) for kind in kinds}
-        chats = [kind for kind in self._kinds if issubclass(kind, SamplingRequest)]
-        self._all = frozenset().union(*[self._kinds[kind] for kind in chats])
+        chats = [kind for kind in kinds if issubclass(kind, SamplingRequest)]
+        self._all = frozenset().union(*[kind.__struct_fields__ for kind in chats])
         self._logged: set[str] = set()
 
     def check(self, body: bytes | bytearray, kind: type[Any]) -> None:
         """Refuse or log the unknown fields of a body, which has been decoded as a `kind`."""
-        known = self._kinds.get(kind) or frozenset(kind.__struct_encode_fields__)
         given = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-        if given.keys() <= known:
-            return
-        for name in given.keys() - known:
+        for name in given.keys() - {*kind.__struct_encode_fields__}:
             self._check_field(name, given[name])
 
     def _check_field(self, name: str, raw: msgspec.Raw) -> None:
