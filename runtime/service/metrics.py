@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -224,6 +224,11 @@ PAUSE_SECONDS = 1e-5
 _Series = Mapping[tuple[str, ...], float | _Counted]
 """Values of the labels → value."""
 
+_FAMILIES: Mapping[str, Any] = {
+    "gauge": GaugeMetricFamily,
+    "counter": CounterMetricFamily,
+    "histogram": HistogramMetricFamily,
+}
 _NO_ENGINE = EngineGauges._make([0] * len(EngineGauges._fields))
 
 
@@ -345,18 +350,10 @@ class EngineMetrics(Collector):
         labels = [*self._model, *metric.labels]
         for prefix in (PREFIX, VLLM_PREFIX) if self._vllm_names and metric.vllm else (PREFIX,):
             name = prefix + metric.name
-            if metric.kind == "histogram":
-                histogram = HistogramMetricFamily(name, metric.help, labels=labels)
-                for values, value in series.items():
-                    assert isinstance(value, tuple)
-                    histogram.add_metric([*self._model.values(), *values], *value)
-                yield histogram
-                continue
-            make = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
-            family = make(name, metric.help, labels=labels)
+            family = _FAMILIES[metric.kind](name, metric.help, labels=labels)
             for values, value in series.items():
-                assert not isinstance(value, tuple)
-                family.add_metric([*self._model.values(), *values], value)
+                counted = value if isinstance(value, tuple) else (value,)
+                family.add_metric([*self._model.values(), *values], *counted)
             yield family
 
 

@@ -7,7 +7,7 @@ import hashlib
 import hmac
 import inspect
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -277,10 +277,8 @@ def app(
         path, method = exchange.path, exchange.scope["method"]
         methods = methods_of(exchange)
         operation = methods.get("GET" if method == "HEAD" else method)
-        for each in (operation, *methods.values()):
-            if each is not None:
-                exchange.dialect = each.dialect
-                break
+        if found := operation or next(iter(methods.values()), None):
+            exchange.dialect = found.dialect
         check_origin(exchange, allow_origins, needs_key=bool(digests))
         if digests and path not in open_paths:
             exchange.key = _check_key(exchange, digests)
@@ -338,25 +336,19 @@ def _check_key(exchange: Exchange, digests: Sequence[bytes]) -> bytes:
 
 def openapi_document(*, needs_key: bool) -> _Json:
     """Return the OpenAPI document of `OPERATIONS`; `needs_key` excepts `OPEN_PATHS`."""
-    kinds: set[type] = set()
-    for operation in OPERATIONS.values():
-        error = operation.dialect.error_body
-        named = (operation.body, operation.response, operation.event, error)
-        kinds.update(kind for kind in named if kind is not None)
+    kinds = {
+        kind
+        for each in OPERATIONS.values()
+        for kind in (each.body, each.response, each.event, each.dialect.error_body)
+        if kind is not None
+    }
     _, schemas = msgspec.json.schema_components(
         sorted(kinds, key=lambda kind: kind.__name__), ref_template=_SCHEMAS
     )
     paths: dict[str, _Json] = {}
     for (method, path), operation in OPERATIONS.items():
-        made = _operation(operation)
-        _, shown, parameters = compile_path(path)
-        if parameters:
-            text = {"in": "path", "required": True, "schema": {"type": "string"}}
-            made["parameters"] = [{"name": name, **text} for name in parameters]
-        for field in msgspec.structs.fields(operation.query) if operation.query else ():
-            schema = msgspec.json.schema(field.type) | {"default": field.default}
-            described = {"name": field.name, "in": "query", "schema": schema}
-            made.setdefault("parameters", []).append(described)
+        _, shown, names = compile_path(path)
+        made = _operation(operation, names)
         if needs_key and path not in OPEN_PATHS:
             made["security"] = [{"key": []}]
         paths.setdefault(shown, {})[method.lower()] = made
@@ -371,30 +363,34 @@ def openapi_document(*, needs_key: bool) -> _Json:
     }
 
 
-def _operation(operation: Operation) -> _Json:
+def _operation(operation: Operation, path_parameters: Iterable[str]) -> _Json:
+    text = {"in": "path", "required": True, "schema": {"type": "string"}}
+    parameters: list[_Json] = [{"name": name, **text} for name in path_parameters]
+    for field in msgspec.structs.fields(operation.query) if operation.query else ():
+        schema = msgspec.json.schema(field.type) | {"default": field.default}
+        parameters.append({"name": field.name, "in": "query", "schema": schema})
     content = _TEXT if operation.response is None else _content(operation.response)
     if operation.event is not None:  # its data is JSON, or `[DONE]` in the last one
-        data = {
-            "type": "string",
-            "contentMediaType": "application/json",
-            "contentSchema": _ref(operation.event),
-        }
-        event = {"type": "object", "properties": {"data": data}, "required": ["data"]}
+        event = _ref(operation.event)
         kind = operation.dialect.stream_type.decode().partition(";")[0]
-        if kind != "text/event-stream":  # but a JSON object a line
-            event = _ref(operation.event)
+        if kind == "text/event-stream":  # else a JSON object a line
+            data = {
+                "type": "string",
+                "contentMediaType": "application/json",
+                "contentSchema": event,
+            }
+            event = {"type": "object", "properties": {"data": data}, "required": ["data"]}
         content = {**content, kind: {"schema": event}}
+    phrases = {str(status): HTTPStatus(status).phrase for status in operation.statuses}
     responses: _Json = {
-        str(status): {"description": HTTPStatus(status).phrase, "content": content}
-        for status in operation.statuses
+        status: {"description": phrase, "content": content} for status, phrase in phrases.items()
     }
-    responses["default"] = {
-        "description": "Error",
-        "content": _content(operation.dialect.error_body),
-    }
+    error = _content(operation.dialect.error_body)
+    responses["default"] = {"description": "Error", "content": error}
     made: _Json = {
         "operationId": operation.handler.__name__,
         "summary": inspect.getdoc(operation.handler),
+        "parameters": parameters,
         "responses": responses,
     }
     if operation.body is not None:
