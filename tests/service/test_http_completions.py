@@ -352,6 +352,8 @@ async def test_api_keys() -> None:
                 response = await rig.post(body, path, headers={name: value})
                 assert response.status_code == 200
         assert (await rig.post(body, path, headers={"x-api-key": "firs"})).status_code == 401
+        both = {"x-api-key": "none", "authorization": "Bearer first"}
+        assert (await rig.post(body, path, headers=both)).status_code == 200
         for probe in ("/health", "/ready"):
             assert (await rig.http.get(probe)).status_code == 200
 

@@ -318,12 +318,12 @@ def _check_key(exchange: Exchange, digests: Sequence[bytes]) -> bytes:
     """Return the digest of the API key. Refuse a request without a valid one, in a time that does
     not depend on the keys.
     """
-    scheme, key = "bearer", exchange.header(b"x-api-key")
-    if key is None:
-        scheme, _, key = (exchange.header(b"authorization") or "").partition(" ")
-    digest = hashlib.sha256(key.strip(" \t").encode("latin-1")).digest()
-    matches = [hmac.compare_digest(digest, known) for known in digests]
-    if scheme.lower() != "bearer" or not any(matches):
+    scheme, _, token = (exchange.header(b"authorization") or "").partition(" ")
+    given = [token] if scheme.lower() == "bearer" else []
+    given += filter(None, [exchange.header(b"x-api-key")])
+    found = [hashlib.sha256(key.strip(" \t").encode("latin-1")).digest() for key in given]
+    valid = [key for key in found for known in digests if hmac.compare_digest(key, known)]
+    if not valid:
         raise HttpError(
             401,
             "the API key is missing or wrong: send Authorization: Bearer KEY or x-api-key: KEY",
@@ -331,7 +331,7 @@ def _check_key(exchange: Exchange, digests: Sequence[bytes]) -> bytes:
             code="invalid_api_key",
             headers=((b"www-authenticate", b"Bearer"),),
         )
-    return digest
+    return valid[0]
 
 
 def openapi_document(*, needs_key: bool) -> _Json:

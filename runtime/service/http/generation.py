@@ -9,7 +9,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
@@ -44,7 +43,7 @@ PING_SECONDS = 10.0
 and proxies wait for an event."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Service:
     """An engine and the settings of its HTTP service."""
 
@@ -58,7 +57,7 @@ class Service:
     created: int = field(default_factory=lambda: int(time.time()))
     live_views: set[Exchange] = field(default_factory=set)  # those that are open
 
-    @cached_property
+    @property
     def parsers(self) -> tuple[str | None, str | None]:
         """The parsers of tool calls and of reasoning. Raises as `AsyncEngine.tokenizer`."""
         return chosen_parsers(self.engine.tokenizer, *self.parser_names)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Final
 
 from ...bounded_repr import bounded_repr
@@ -198,16 +199,18 @@ def chosen_parsers(
         ConfigError: no parser has this name.
     """
     template = "" if tokenizer is None else "\n".join(tokenizer.chat_templates.values())
-    chosen: list[str | None] = []
-    options: tuple[tuple[str, str | None, Mapping[str, ToolFormat | ReasoningFormat]], ...] = (
-        ("tool_parser", tool_parser, TOOL_FORMATS),
-        ("reasoning_parser", reasoning_parser, REASONING_FORMATS),
+    tool_format = _chosen("tool_parser", tool_parser, template)
+    return tool_format, _chosen("reasoning_parser", reasoning_parser, template)
+
+
+@lru_cache(maxsize=64)
+def _chosen(field: str, name: str | None, template: str) -> str | None:
+    formats: Mapping[str, ToolFormat | ReasoningFormat] = (
+        TOOL_FORMATS if field == "tool_parser" else REASONING_FORMATS
     )
-    for field, name, formats in options:
-        if name is not None and name not in (allowed := ("auto", "none", *formats)):
-            shown = f"{field} is {bounded_repr(name)}; allowed are {', '.join(allowed)}"
-            raise ConfigError(shown, field=field)
-        if name == "auto":
-            name = next((each for each in formats if formats[each].is_of(template)), None)
-        chosen.append(None if name == "none" else name)
-    return chosen[0], chosen[1]
+    if name is not None and name not in (allowed := ("auto", "none", *formats)):
+        shown = f"{field} is {bounded_repr(name)}; allowed are {', '.join(allowed)}"
+        raise ConfigError(shown, field=field)
+    if name == "auto":
+        return next((each for each in formats if formats[each].is_of(template)), None)
+    return None if name == "none" else name
