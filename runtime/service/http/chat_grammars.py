@@ -56,8 +56,9 @@ def tool_call_grammar(
     if tool_parser is None:
         raise invalid(
             "tool_choice",
-            "tool_choice can demand a call only where the server finds calls: start it with"
-            f" --tool-parser {' or '.join(TOOL_FORMATS)}, or choose 'auto'",
+            "tool_choice can demand a call only where the format of calls is known, and the chat"
+            " template does not show it: start the server with --tool-parser and one of"
+            f" {', '.join(TOOL_FORMATS)}, or choose 'auto'",
         )
     written = TOOL_FORMATS[tool_parser]
     rules = []

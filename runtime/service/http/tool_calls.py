@@ -9,7 +9,7 @@ import secrets
 import sys
 from collections.abc import Callable, Generator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import msgspec
@@ -59,9 +59,16 @@ class ToolFormat:
 _NAME_FIRST: Final = '{"name": "{string}", "arguments": '
 _PARAMETERS: Final = '{"name": "{string}", "parameters": '
 _LIST: Final = ("[" + _NAME_FIRST, ", " + _NAME_FIRST, _NAME_FIRST)
-_PYTHON: Final = ("[{name}(", ", {name}(")
-_KEYWORD: Final = ("{key}=", "")
-_GEMMA: Final = ("{key}:", "")
+_GEMMA: Final = ToolFormat(
+    "<|tool_call>", ("call:{name}{",), "}<tool_call|>", parameter=("{key}:", ""), quote='<|"|>'
+)
+_PYTHON: Final = ToolFormat(
+    "<|tool_call_start|>",
+    ("[{name}(", ", {name}("),
+    ")]<|tool_call_end|>",
+    parameter=("{key}=", ""),
+    quote='"',
+)
 _MISTRAL_ID: Final = "{:.9}"  # the templates refuse other lengths
 
 TOOL_FORMATS: Final[Mapping[str, ToolFormat]] = {
@@ -127,15 +134,9 @@ TOOL_FORMATS: Final[Mapping[str, ToolFormat]] = {
         "</function>\n</tool_call>",
         parameter=("<parameter={key}>\n", "\n</parameter>\n"),
     ),
-    "gemma4": ToolFormat(
-        "<|tool_call>", ("call:{name}{",), "}<tool_call|>", parameter=_GEMMA, quote='<|"|>'
-    ),
-    "functiongemma": ToolFormat(
-        "<start_function_call>",
-        ("call:{name}{",),
-        "}<end_function_call>",
-        parameter=_GEMMA,
-        quote="<escape>",
+    "gemma4": _GEMMA,
+    "functiongemma": replace(
+        _GEMMA, open="<start_function_call>", end="}<end_function_call>", quote="<escape>"
     ),
     "mistral": ToolFormat(
         "[TOOL_CALLS]",
@@ -145,16 +146,12 @@ TOOL_FORMATS: Final[Mapping[str, ToolFormat]] = {
     ),
     "mistral_json": ToolFormat("[TOOL_CALLS]", _LIST, "}]", call_id=_MISTRAL_ID),
     "granite": ToolFormat("<|tool_call|>", _LIST, "}]", trailing="<|/tool_call|>"),  # 3; Phi-4-mini
-    "lfm2": ToolFormat(
-        "<|tool_call_start|>", _PYTHON, ")]<|tool_call_end|>", parameter=_KEYWORD, quote='"'
-    ),
-    "llama4_pythonic": ToolFormat(
-        "<|python_start|>",
+    "lfm2": _PYTHON,
+    "llama4_pythonic": replace(
         _PYTHON,
-        ")]",
+        open="<|python_start|>",
+        end=")]",
         trailing="<|python_end|>",
-        parameter=_KEYWORD,
-        quote='"',
         bare=True,
         marks=("[func_name1(",),
     ),
