@@ -291,13 +291,20 @@ async def test_background_responses_are_polled_cancelled_and_drained() -> None:
         ended = await polled(rig, await begin(), "incomplete")
         assert contents(ended) == contents(whole)
         assert (await rig.post({}, f"{PATH}/{ended['id']}/cancel")).json() == ended
+        for query, status in (("stream=false", 200), ("stream=true", 400)):
+            got = await rig.http.get(f"{PATH}/{ended['id']}?{query}")
+            assert got.status_code == status
+        listed = await rig.http.get(f"{PATH}/{ended['id']}/input_items?after=msg_1")
+        assert listed.json()["error"]["param"] == "after"
         body["max_output_tokens"] = 400
         begun = await begin()
-        early = await rig.post({"input": "b", "previous_response_id": begun["id"]}, PATH)
+        follows = {"input": "b", "previous_response_id": begun["id"], "max_output_tokens": 1}
+        early = await rig.post(follows, PATH)
         assert early.json()["error"]["param"] == "previous_response_id"
         cancelled = (await rig.post({}, f"{PATH}/{begun['id']}/cancel")).json()
         assert cancelled["status"] == "cancelled"
         assert (await rig.http.get(f"{PATH}/{begun['id']}")).json() == cancelled
+        await create(rig, **follows)
         begun = await begin()
         assert (await rig.http.delete(f"{PATH}/{begun['id']}")).json()["deleted"]
         assert (await rig.http.get(f"{PATH}/{begun['id']}")).status_code == 404

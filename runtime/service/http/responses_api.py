@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, NamedTuple, cast
 import msgspec
 from msgspec import Meta
 
+from ...bounded_repr import bounded_repr
 from .chat import ChatAnswer, converse
 from .exchange import (
     BodyLimits,
@@ -59,7 +60,7 @@ class ResponseEvent(msgspec.Struct):
 class Retrieval(msgspec.Struct):
     """The query for a response; it is not streamed again."""
 
-    stream: Literal[False] = False
+    stream: bool = False
 
 
 class Deletion(msgspec.Struct):
@@ -385,7 +386,8 @@ def _stored(service: Service, exchange: Exchange) -> StoredResponse:
 async def get_response(service: Service, exchange: Exchange) -> None:
     """Respond with a response that is stored, or made in the background."""
     stored = _stored(service, exchange)
-    exchange.query(Retrieval)
+    if exchange.query(Retrieval).stream:
+        raise invalid("stream", "a stored response is not streamed again: leave stream out")
     await exchange.respond(stored.response)
 
 
@@ -417,7 +419,10 @@ async def list_input_items(service: Service, exchange: Exchange) -> None:
     stored, page = _stored(service, exchange), exchange.query(Page)
     items = stored.items[: stored.num_input][:: 1 if page.order == "asc" else -1]
     ids = [item["id"] for item in items]
-    begin = ids.index(page.after) + 1 if page.after in ids else 0
+    if page.after and page.after not in ids:
+        shown = bounded_repr(page.after)
+        raise invalid("after", f"after is {shown}; allowed is the id of an item of this list")
+    begin = ids.index(page.after) + 1 if page.after else 0
     end = begin + page.limit
     first, last = (ids[begin:end] or [None])[0], (ids[begin:end] or [None])[-1]
     await exchange.respond(InputItems(items[begin:end], first, last, end < len(items)))
