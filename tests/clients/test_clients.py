@@ -6,7 +6,7 @@ interpreter STEPGRAPH_CLIENTS_PYTHON; .cjs scripts need node, and theirs in the 
 STEPGRAPH_CLIENTS_NODE_MODULES.
 
 The model answers with a call of the first tool until there is an output of one, then with a text;
-with reasoning before, where the request turns it on. It follows the grammar that a request demands.
+with reasoning before, where the request turns it on. JSON follows the schema of the request.
 """
 
 from __future__ import annotations
@@ -76,10 +76,13 @@ def base_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     stream = server.engine.stream
 
     def scripted(prompt: Any, params: SamplingParams, **options: Any) -> Any:
-        if params.structured is None:
+        structured = params.structured
+        if structured is None or structured.kind in ("calls", "grammar"):
             structured = StructuredOutput(choice=[answer(prompt)])
-            params = dataclasses.replace(params, structured=structured)
-        return stream(prompt, params, **options)
+        elif structured.kind == "json":  # without other properties, which a model could go on with
+            closed = json.loads(structured.source) | {"additionalProperties": False}
+            structured = StructuredOutput(json=closed)
+        return stream(prompt, dataclasses.replace(params, structured=structured), **options)
 
     server.engine.stream = scripted  # type: ignore[method-assign, assignment]
     yield f"http://127.0.0.1:{server.port}"
