@@ -34,7 +34,9 @@ async def complete(service: Service, exchange: Exchange) -> None:
     params = request.params(max_tokens, request.logprobs)
     tokenizer = service.engine.tokenizer
     if request.suffix:
-        request.check_middle()
+        if request.echo or request.truncate_prompt_tokens is not None:
+            field = "echo" if request.echo else "truncate_prompt_tokens"
+            raise invalid("suffix", f"suffix is not available with {field}: leave one of them out")
         if tokenizer is None or not isinstance(prompts[0], str):
             raise invalid("suffix", "suffix needs a prompt of text, and a model with a tokenizer")
         prompts = [middle_prompt(tokenizer, str(text), request.suffix) for text in prompts]

@@ -228,8 +228,6 @@ class Exchange:
         self._receive = receive
         self._send = send
         self._limits = limits
-        self.started = False
-        """Whether the response has begun."""
         self.dialect = OPENAI
         self.parameters: dict[str, str] = {}
         """Of the path, by their names in the path of the operation."""
@@ -328,7 +326,7 @@ class Exchange:
         """Send an error: as the response, or as the last event of one that has begun."""
         self._notes.setdefault("request_id", self.request_id)
         self.note(error=error.details.message)
-        if self.started:
+        if self._status is not None:  # the response has begun
             encoded = self.dialect.error_event(error, self.request_id)
             await self.send_events(encoded, last=True)
         else:
@@ -366,7 +364,7 @@ class Exchange:
 
     async def start(self, status: int, headers: Headers) -> None:
         """Send the head of a response; `send_events` sends parts of its body."""
-        self.started, self._status = True, status
+        self._status = status
         given = {name for name, _ in headers}
         names = [name for name in (_ID_HEADER, *self.dialect.id_headers) if name not in given]
         headers = (*headers, *[(name, self.request_id.encode()) for name in names])

@@ -247,13 +247,6 @@ class CompletionRequest(SamplingRequest, kw_only=True):
         params = super().params(max_tokens, logprobs or 0, forced)
         return replace(params, n=self.num_decoded)
 
-    def check_middle(self) -> None:
-        """Refuse what contradicts a `suffix`."""
-        if not (self.suffix and (self.echo or self.truncate_prompt_tokens is not None)):
-            return
-        field = "echo" if self.echo else "truncate_prompt_tokens"
-        raise invalid("suffix", f"suffix is not available with {field}: leave one of them out")
-
     def prompts(self, *, max_prompts: int, max_model_len: int) -> list[str] | list[list[int]]:
         """Return the prompts, all of them texts or all of them token ids."""
         prompt = self.prompt

@@ -139,12 +139,9 @@ class TopToken(msgspec.Struct):
     bytes: list[int] | None
 
 
-class ChatToken(msgspec.Struct):
+class ChatToken(TopToken):
     """A token of an answer, and the most probable ones at its position."""
 
-    token: str
-    logprob: float
-    bytes: list[int] | None
     top_logprobs: list[TopToken]
 
 
