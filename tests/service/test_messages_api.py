@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from typing import Any
 
@@ -10,6 +11,7 @@ import msgspec
 import pytest
 from stepgraph.runtime import ServiceConfig
 from stepgraph.runtime.service.http import generation
+from stepgraph.runtime.service.http.exchange import Exchange
 from stepgraph.runtime.service.http.messages_api import MessagesRequest
 
 from ..rigs.fake_engine import runner_of
@@ -291,15 +293,20 @@ async def test_pings_keep_a_stream_open(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @in_event_loop
-async def test_an_error_within_a_stream_is_an_event() -> None:
+async def test_an_error_within_a_stream_is_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, start = threading.Event(), Exchange.start_stream
+
+    async def started(exchange: Exchange) -> None:
+        await start(exchange)
+        begun.set()
+
+    monkeypatch.setattr(Exchange, "start_stream", started)
     async with serve() as rig:
         runner = runner_of(rig.inner)
-        read, number = runner.read, 0
+        read = runner.read
 
         def fail(launch: Any) -> Any:
-            nonlocal number
-            number += 1
-            if number > 2:
+            if begun.wait(0.02):  # the event loop learns of the request between steps
                 raise RuntimeError("broken")
             return read(launch)
 
