@@ -174,6 +174,12 @@ WRITERS: dict[str, list[Callable[[list[tuple[str, Arguments]]], str]]] = {
         joined("[TOOL_CALLS][", listed, "]", ", "),
         joined("[TOOL_CALLS] [", lambda *call: listed(*call)[:-1] + ', "id": "aB3"}', "]", ", "),
     ],
+    "nemotron": [joined("<TOOLCALL>[", listed, "]</TOOLCALL>", ", ")],
+    "apriel": [
+        joined("<tool_calls>[", listed, "]</tool_calls>", ", "),
+        joined("<tool_calls>\n", listed, "\n</tool_calls>", "\n"),
+    ],
+    "lfm2": [joined("<|tool_call_start|>[", pythonic, "]<|tool_call_end|>", ", ")],
     "granite": [joined("<|tool_call|>[", listed, "]", ", ")],
     "llama4_pythonic": [
         joined("[", pythonic, "]", ", "),
@@ -317,7 +323,7 @@ def test_a_demanded_call_of_every_format_is_written_as_templates_write_it(name: 
         call = call.removeprefix("<|start|>assistant").removesuffix("<|call|>")
         if name == "llama3_json":
             call = call.replace('"arguments"', '"parameters"')
-        if name == "llama4_pythonic":
+        if name in ("llama4_pythonic", "lfm2"):
             call = call.replace("'", '"')
         assert accepts(byte_matcher(grammar.kind, grammar.source), call), call
     wrong = WRITERS[name][0]([("f", {"unit": "K", "opts": []})])
@@ -370,6 +376,7 @@ TEMPLATES = {
     "<start_function_call>": ("functiongemma", None),
     "<minimax:tool_call> <parameter name=": ("minimax_m2", None),
     "<seed:tool_call><function=f><parameter=x></seed:think>": ("seed_oss", "seed_oss"),
+    "<tool_calls>[' <tool_call>": ("apriel", None),
     "<|im_start|>": (None, None),
 }
 

@@ -146,6 +146,8 @@ TOOL_FORMATS: Final[Mapping[str, ToolFormat]] = {
     ),
     "mistral_json": ToolFormat("[TOOL_CALLS]", _LIST, "}]", call_id=_MISTRAL_ID),
     "granite": ToolFormat("<|tool_call|>", _LIST, "}]", trailing="<|/tool_call|>"),  # 3; Phi-4-mini
+    "nemotron": ToolFormat("<TOOLCALL>", _LIST, "}]</TOOLCALL>"),
+    "apriel": ToolFormat("<tool_calls>", _LIST, "}]</tool_calls>"),  # also Jamba, MiniMax M1
     "lfm2": _PYTHON,
     "llama4_pythonic": replace(
         _PYTHON,
