@@ -71,6 +71,7 @@ class Threaded:
         start: Callable[[], Engine] = slow_engine,
         service: ServiceConfig | None = None,
         wrap: Callable[[ASGIApp], ASGIApp] = lambda app: app,
+        listener: socket.socket | None = None,
         **options: Any,
     ) -> None:
         self.engine = AsyncEngine(start, service)
@@ -85,8 +86,8 @@ class Threaded:
             timeout_graceful_shutdown=1,
         )
         self.server = uvicorn.Server(config)
-        listener = socket.create_server(("127.0.0.1", 0))
-        self.port = listener.getsockname()[1]
+        listener = listener or socket.create_server(("127.0.0.1", 0))
+        self.port = listener.getsockname()[1]  # of TCP
         self.thread = threading.Thread(target=self.server.run, args=([listener],), daemon=True)
         self.thread.start()
 

@@ -29,6 +29,7 @@ from stepgraph.runtime.service.http.command import (
 from stepgraph.runtime.service.http.server import ThroughputLog
 from stepgraph.runtime.tools.arguments import config_of, in_flags
 
+from ..rigs.fake_engine import fake_engine
 from ..rigs.http_rig import COMPLETIONS, events_of
 from ..rigs.http_servers import HEADERS, KEY, SECONDS, Command, Threaded, body_of, request
 from ..rigs.service_rig import Rig as EngineRig
@@ -124,6 +125,16 @@ def test_a_unix_socket_replaces_no_other_that_is_used(tmp_path: Path) -> None:
                 server.listen_unix(str(path))
         client.connect(str(used))
     assert file.exists()
+
+
+def test_a_unix_socket_of_a_relative_path_is_one_for_operators(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    served = Threaded(fake_engine, listener=server.listen_unix("socket"))
+    with httpx.Client(transport=httpx.HTTPTransport(uds="socket"), base_url="http://x") as client:
+        assert client.post("/reset_prefix_cache").status_code == 200
+    served.close()
 
 
 def test_a_second_interrupt_ends_the_requests_at_once() -> None:

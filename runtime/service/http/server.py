@@ -298,7 +298,8 @@ def listen_unix(path: str) -> socket.socket:
                 if probe.connect_ex(path) != errno.ECONNREFUSED:
                     raise FileExistsError("another process listens there")
             os.unlink(path)
-        listener.bind(path)
+        # Requests over this socket have its name, and a host has no slash.
+        listener.bind(os.path.join(os.curdir, path))
         os.chmod(path, SOCKET_MODE)
         listener.listen(BACKLOG)
     except OSError as error:
