@@ -84,6 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser("stepgraph chat", _CHAT)
     model = f"{MODEL_HELP} (default: %(default)s)"
     parser.add_argument("model", nargs="?", default="demo", type=non_empty, help=model)
+    _replace_closed_streams()
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
 
     def talk(session: Session, options: argparse.Namespace) -> bool:
@@ -98,6 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Answer the prompt of the command line; return the exit status."""
+    _replace_closed_streams()
     parser = _parser("stepgraph run", _RUN)
     parser.add_argument("model", type=non_empty, help=MODEL_HELP)
     prompt = "the message, or the text to continue; -: all of stdin"
@@ -111,6 +113,12 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return session.ask(text)
 
     return _start(parser, arguments, answer)
+
+
+def _replace_closed_streams() -> None:
+    """Make streams that a shell closed (`<&-`) empty ones: Python has None in their places."""
+    sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115  # open until the process ends
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
 
 
 def _parser(program: str, description: str) -> CommandParser:
@@ -154,7 +162,14 @@ def _start(
     try:
         with Engine.from_pretrained(options.model, config, progress=True) as model:
             session = Session(model, options.model, params, options.system, interactive)
-            return int(not talk(session, options))
+            try:
+                return int(not talk(session, options))
+            except BrokenPipeError:
+                raise
+            except OSError as error:  # such as a full disk
+                discard_stdout()
+                note(f"{parser.prog}: error: stdin cannot be read or stdout written: {error}")
+                return 1
     except BrokenPipeError:
         discard_stdout()
         return 0
@@ -198,21 +213,23 @@ def _read_message(prompt: str) -> str:
 
     Ctrl-C in a later line drops the message. Raises `EOFError` and `KeyboardInterrupt` as `input`.
     """
-    text = input(prompt)
-    quoted = text.lstrip().startswith(_QUOTES)
+    lines = [input(prompt)]
+    quoted = lines[0].lstrip().startswith(_QUOTES)
 
     def continues() -> bool:
         if quoted:
-            return not text.strip().removeprefix(_QUOTES).endswith(_QUOTES)
-        if text.endswith("\\") or not prompt:
-            return text.endswith("\\")
+            last = lines[-1].strip()
+            return not (last.removeprefix(_QUOTES) if len(lines) == 1 else last).endswith(_QUOTES)
+        if lines[-1].endswith("\\") or not prompt:
+            return lines[-1].endswith("\\")
         # Lines that follow at once were pasted, on a terminal that does not mark that.
         return bool(select.select([sys.stdin], [], [], _PASTE_SECONDS)[0])
 
     try:
         while continues():
-            begun = text if quoted else text.removesuffix("\\")
-            text = f"{begun}\n{input(_CONTINUED if prompt else '')}"
+            if not quoted:
+                lines[-1] = lines[-1].removesuffix("\\")
+            lines.append(input(_CONTINUED if prompt else ""))
     except EOFError:
         pass
     except KeyboardInterrupt:
@@ -220,6 +237,7 @@ def _read_message(prompt: str) -> str:
             raise
         print()
         return ""
+    text = "\n".join(lines)
     if not quoted:
         return text
     return text.strip().removeprefix(_QUOTES).removesuffix(_QUOTES).strip("\n")

@@ -217,6 +217,32 @@ def test_a_closed_pipe_is_no_error(checkpoint: Path) -> None:
     assert (process.returncode, b"Traceback" in err) == (0, False), err
 
 
+@pytest.mark.parametrize(("streams", "status"), [("<&-", 0), (">&-", 0), (">/dev/full", 1)])
+def test_streams_that_are_closed_or_full_give_no_traceback(
+    checkpoint: Path, streams: str, status: int
+) -> None:
+    done = subprocess.run(
+        ["sh", "-c", f'exec "$@" --max-tokens 4 {streams}', "sh", *command("chat", checkpoint)],
+        input=b"def f(\n",
+        capture_output=True,
+        check=False,
+        timeout=SECONDS,
+    )
+    assert (done.returncode, b"Traceback" in done.stderr) == (status, False), done.stderr
+    assert (b"stdout" in done.stderr) is (status == 1)
+
+
+def test_many_quoted_lines_are_read_in_linear_time(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = ['"""', *["x" * 80] * 30_000, '"""']
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines)))
+    before = time.process_time()
+    assert chat.main([str(checkpoint), *FLAGS]) == 1
+    assert "max_model_len" in capsys.readouterr().err
+    assert time.process_time() - before < 20  # takes 2 s; 60 s if each line joins the text
+
+
 ON_TERMINAL = """
 import os, sys
 terminal = os.open(sys.argv[1], os.O_RDWR)  # which becomes the one whose keys send signals
