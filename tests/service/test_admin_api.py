@@ -72,6 +72,20 @@ async def test_profiles_that_start_together_are_one(tmp_path: Path) -> None:
         assert (await rig.http.post("/stop_profile")).json() == {"path": path}
 
 
+@in_event_loop
+async def test_profile_whose_folder_is_gone_is_an_error_that_names_it(tmp_path: Path) -> None:
+    async with service(admin=True, profile_dir=tmp_path / "made") as rig:
+        assert (await rig.http.post("/start_profile")).status_code == 200
+        (tmp_path / "made").rmdir()
+        for path in ("/stop_profile", "/start_profile"):
+            failed = await rig.http.post(path)
+            assert failed.status_code == 500
+            assert str(tmp_path / "made") in failed.json()["error"]["message"]
+        (tmp_path / "made").mkdir()
+        path = (await rig.http.post("/start_profile")).json()["path"]
+        assert (await rig.http.post("/stop_profile")).json() == {"path": path}
+
+
 def test_profile_folder_that_cannot_be_made_is_a_wrong_flag(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError) as raised:

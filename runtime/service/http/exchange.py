@@ -21,6 +21,7 @@ from urllib.parse import parse_qsl
 import msgspec
 from starlette.types import Receive, Scope, Send
 
+from ....profiling.atomic_write import WriteError
 from ....profiling.nsys import CaptureWindowError
 from ....profiling.trace import TraceError
 from ...bounded_repr import bounded_text
@@ -148,7 +149,7 @@ def http_error(error: Exception, param_of: Callable[[RequestError], str | None])
             return _unavailable(error, "unavailable")
         case SendTimeoutError():
             return HttpError(408, str(error), kind="timeout_error", code=error.field)
-        case StepgraphError():
+        case StepgraphError() | WriteError():  # of a trace
             return HttpError(500, str(error), kind="server_error")
     logger.error("a request failed", exc_info=error)
     return HttpError(500, "internal error: see the log of the server", kind="server_error")

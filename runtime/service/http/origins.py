@@ -40,10 +40,12 @@ def check_origin(exchange: Exchange, allowed: Collection[str], *, needs_key: boo
     if is_own and not may_be_rebound:
         return
     shown = bounded_text(origin)
+    allow = f"allow them with --allow-origin {shown} (allow_origins of an embedded app)"
+    if origin == "null":
+        allow = "serve the page over HTTP (--allow-origin null allows the sandboxed frames of any)"
     raise HttpError(
         403,
-        f"pages of {shown} may not send requests to this service: allow them with"
-        f" --allow-origin {shown} (allow_origins of an embedded app)",
+        f"pages of the origin {shown} may not send requests to this service: {allow}",
         kind="permission_error",
         code="origin_not_allowed",
     )
