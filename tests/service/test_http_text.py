@@ -436,3 +436,21 @@ async def test_request_ids_begin_those_of_the_engine(rig: Rig) -> None:
     await asyncio.to_thread(wait_until, lambda: len(records) == 2)  # they follow the answers
     assert len(set(records)) == 2
     assert all(found.startswith("job-17/") for found in records)
+
+
+@in_event_loop
+async def test_a_checkpoint_without_a_tokenizer_names_what_it_serves() -> None:
+    messages = [{"role": "user", "content": "x"}]
+    async with service() as rig:
+        for path, body, param in (
+            (CHAT, {"messages": messages}, "messages"),
+            ("/v1/responses", {"input": "x"}, "input"),
+            ("/v1/messages", {"messages": messages, "max_tokens": 1}, None),
+            ("/tokenize", {"prompt": "x"}, "prompt"),
+        ):
+            refused = await rig.post(body, path)
+            error = refused.json()["error"]
+            assert (refused.status_code, error.get("param")) == (400, param), path
+            assert "/v1/completions" in error["message"]
+        refused = await rig.http.get("/tokenizer_info")
+        assert refused.json()["error"]["param"] is None

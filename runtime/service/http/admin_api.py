@@ -107,7 +107,7 @@ class TokenizerInfo(msgspec.Struct):
 
 async def tokenizer_info(service: Service, exchange: Exchange) -> None:
     """Respond with the tokens and the chat templates of the tokenizer."""
-    found = service.tokenizer("prompt")
+    found = service.tokenizer(None)
     templates = found.chat_templates
     info = (found.vocab_size, found.eos_token_ids, found.added_tokens)
     await exchange.respond(TokenizerInfo(*info, templates.get("default"), templates))

@@ -43,6 +43,7 @@ async def converse(
     """
     exchange.param_of = request.param_of
     model = service.model_name(request.model)
+    service.tokenizer()  # or an error that says what to use instead
     params = request.params(
         request.num_tokens(service.engine.sampling_defaults.max_tokens),
         request.num_logprobs(),

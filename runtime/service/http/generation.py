@@ -62,12 +62,13 @@ class Service:
         """The parsers of tool calls and of reasoning. Raises as `AsyncEngine.tokenizer`."""
         return chosen_parsers(self.engine.tokenizer, *self.parser_names)
 
-    def tokenizer(self, field: str = "prompt") -> TextTokenizer:
+    def tokenizer(self, field: str | None = "prompt") -> TextTokenizer:
         """Return the tokenizer, `RequestError` about a field without one."""
         tokenizer = self.engine.tokenizer
         if tokenizer is None:
             raise RequestError(
-                "the checkpoint has no tokenizer: prompts must be token ids", field=field
+                "the checkpoint has no tokenizer: send token ids as the prompt of /v1/completions",
+                field=field,
             )
         return tokenizer
 
