@@ -181,7 +181,7 @@ async def test_errors_name_fields_of_this_api(
 
 @in_event_loop
 async def test_models_are_described() -> None:
-    async with serve(model_names=["a", "b"]) as rig:
+    async with serve(model_names=["a", "b", "a"]) as rig:
         tags = (await rig.http.get("/api/tags")).json()["models"]
         assert [model["name"] for model in tags] == ["a", "b"]
         assert tags[0]["details"]["family"] == "llama"

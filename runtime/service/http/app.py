@@ -246,7 +246,7 @@ def app(
     config, profiler = engine.config, Profiler(engine, profile_dir)
     store = ResponseStore(config.max_stored_responses, config.max_stored_bytes)
     settings = fields, metrics, parser_names, profiler, store
-    service = Service(engine, tuple(model_names), *settings)
+    service = Service(engine, tuple(dict.fromkeys(model_names)), *settings)
     document = openapi_document(needs_key=bool(api_keys))
     digests = [hashlib.sha256(key.encode()).digest() for key in api_keys]
 
