@@ -15,7 +15,7 @@ from ...structured_output import StructuredOutput
 from ..request_handle import Delta
 from .chat_grammars import ReasonedOutput, spells_end_of_reasoning
 from .exchange import Exchange
-from .generation import OpenAIAnswer, Operation, Service, generate
+from .generation import Answer, Operation, Service, generate
 from .output_parsers import REASONING_FORMATS, OutputParser, make_output_parser
 from .requests import ChatRequest, chat_prompt
 from .responses import Chat, ChatChoice, Usage
@@ -77,7 +77,7 @@ async def _after_reasoning(
     return replace(params, structured=ReasonedOutput.after(end, structured))
 
 
-class ChatAnswer(OpenAIAnswer[ChatRequest]):
+class ChatAnswer(Answer[ChatRequest]):
     """The answers to a conversation.
 
     An API of another shape derives from it, and makes its events and its body of the choices.

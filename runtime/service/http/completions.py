@@ -13,7 +13,7 @@ from ...engine.request_output import RequestOutput
 from ...loading.fill_in_middle import middle_ends, middle_prompt
 from ..request_handle import Delta
 from .exchange import Exchange, invalid
-from .generation import OpenAIAnswer, Operation, Service, generate
+from .generation import Answer, Operation, Service, generate
 from .requests import CompletionRequest
 from .responses import Completion, CompletionChoice, CompletionLogprobs, OptionalUsage
 from .token_text import ChoiceTokens, TokenTexts
@@ -53,7 +53,7 @@ async def complete(service: Service, exchange: Exchange) -> None:
     await generate(exchange, service.engine, prompts, params, answer)
 
 
-class _CompletionAnswer(OpenAIAnswer[CompletionRequest]):
+class _CompletionAnswer(Answer[CompletionRequest]):
     """The completions of a request. Choice `i * n + j` is completion j of prompt i.
 
     With `best_of` more are decoded, and numbered in the same way until the best ones are chosen.

@@ -126,34 +126,54 @@ class Operation:
 
 
 class Answer(ABC, Generic[R]):
-    """The response to one HTTP request, in the shape of its API; of a stream, its events."""
+    """The response to one HTTP request; of a stream, its events.
 
-    def __init__(self, id: str, request: R, model: str) -> None:
-        """Take a request; `id` begins the id of the response, `model` is the name it reports."""
+    It is a list of choices, as in OpenAI's API; others override `body` and the events.
+    """
+
+    def __init__(
+        self, id: str, request: R, model: str, body: type[Completion] | type[Chat], kind: str
+    ) -> None:
+        """Take a request.
+
+        `id` begins the id of the response, `model` is the name it reports, and `kind` the `object`
+        of each `body`.
+        """
         self.id = f"{id}-{secrets.token_hex(12)}"
         self.request = request
         self.model = model
         self.created = int(time.time())
+        self._body = body
+        self._kind = kind
+        self._extras: dict[str, Any] = {}  # fields of the next body
+        options = request.stream_options or StreamOptions()
+        self._reports_usage = bool(options.include_usage or request.return_timings)
+        self._counts_on = bool(options.include_usage and options.continuous_usage_stats)
 
     @abstractmethod
     def choice(self, prompt: int, delta: Delta, output: RequestOutput) -> msgspec.Struct:
         """Return what a completion of a prompt gained; `output` is the newest."""
 
-    @abstractmethod
-    def body(self, choices: list[Any], usage: Usage) -> object:
+    def body(self, choices: list[Any], usage: Any) -> object:
         """Return the whole response."""
+        extras, self._extras = self._extras, {}
+        head = (self.id, self.created, self.model)
+        return self._body(*head, choices, usage, self._kind, **extras)
 
     def begin(self) -> bytes:
         """Return the encoded events before the first choice."""
         return b""
 
-    @abstractmethod
     def event(self, choice: Any, usage: Callable[[], Usage]) -> bytes:
         """Return the encoded events of a choice, empty if it has no news; `usage` counts so far."""
+        counted: OptionalUsage = None if self._reports_usage else UNSET
+        if self._counts_on:
+            counted = usage()
+        return b"data: %b\n\n" % encode(self.body([choice], counted))  # as `event`, a call less
 
-    @abstractmethod
     def end(self, usage: Usage) -> bytes:
         """Return the encoded events after the last choice."""
+        return event(self.body([], usage)) + DONE if self._reports_usage else DONE
 
 
 async def generate(
@@ -253,33 +273,3 @@ def _usage(
     if answer is not None and answer.request.return_timings:
         usage.timings = [each for stream in streams for each in Timings.of(stream.record)]
     return usage
-
-
-class OpenAIAnswer(Answer[R]):
-    """A response of OpenAI's completions or chat: a list of choices."""
-
-    def __init__(
-        self, id: str, request: R, model: str, body: type[Completion] | type[Chat], kind: str
-    ) -> None:
-        """Take a request; `kind` is the `object` of each `body`."""
-        super().__init__(id, request, model)
-        self._body = body
-        self._kind = kind
-        self._extras: dict[str, Any] = {}  # fields of the next body
-        options = request.stream_options or StreamOptions()
-        self._reports_usage = bool(options.include_usage or request.return_timings)
-        self._counts_on = bool(options.include_usage and options.continuous_usage_stats)
-
-    def body(self, choices: list[Any], usage: OptionalUsage) -> object:
-        extras, self._extras = self._extras, {}
-        head = (self.id, self.created, self.model)
-        return self._body(*head, choices, usage, self._kind, **extras)
-
-    def event(self, choice: Any, usage: Callable[[], Usage]) -> bytes:
-        counted: OptionalUsage = None if self._reports_usage else UNSET
-        if self._counts_on:
-            counted = usage()
-        return b"data: %b\n\n" % encode(self.body([choice], counted))  # as `event`, a call less
-
-    def end(self, usage: Usage) -> bytes:
-        return event(self.body([], usage)) + DONE if self._reports_usage else DONE
