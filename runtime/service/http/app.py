@@ -114,7 +114,7 @@ async def version(service: Service, exchange: Exchange) -> None:
 async def metrics(service: Service, exchange: Exchange) -> None:
     """Respond with the metrics in the format of Prometheus."""
     if service.metrics is None:
-        raise HttpError(404, "this service has no metrics", kind="not_found_error")
+        raise HttpError(404, "this service has no metrics")
     accept = exchange.header(b"accept") or ""
     body, content_type = await asyncio.to_thread(service.metrics.exposition, accept)
     await exchange.respond(body, content_type=content_type.encode("latin-1"))
@@ -283,7 +283,7 @@ def app(
         if digests and path not in open_paths:
             exchange.key = _check_key(exchange, digests)
         if not methods:
-            raise HttpError(404, f"{bounded_text(path)} is not an endpoint", kind="not_found_error")
+            raise HttpError(404, f"{bounded_text(path)} is not an endpoint")
         if operation is None:
             allowed = ", ".join(methods)
             raise HttpError(
@@ -298,7 +298,6 @@ def app(
                 403,
                 f"{path} is for operators: start the server with --admin (app(admin=True)), or send"
                 " the request over a Unix socket (--uds)",
-                kind="permission_error",
             )
         await operation.handler(service, exchange)
 
@@ -327,7 +326,6 @@ def _check_key(exchange: Exchange, digests: Sequence[bytes]) -> bytes:
         raise HttpError(
             401,
             "the API key is missing or wrong: send Authorization: Bearer KEY or x-api-key: KEY",
-            kind="authentication_error",
             code="invalid_api_key",
             headers=((b"www-authenticate", b"Bearer"),),
         )

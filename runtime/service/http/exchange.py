@@ -12,7 +12,7 @@ import math
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import cache
 from typing import Any, TypeVar
@@ -66,7 +66,6 @@ class HttpError(Exception):
         status: int,
         message: str,
         *,
-        kind: str = "invalid_request_error",
         param: str | None = None,
         code: str | None = None,
         headers: Headers = (),
@@ -77,7 +76,19 @@ class HttpError(Exception):
         self.headers = headers
         message = bounded_text(message, MAX_MESSAGE_CHARS)
         message = message.encode(errors="backslashreplace").decode()  # it may quote a surrogate
+        kind = _KINDS.get(status, "invalid_request_error")
         self.details = ErrorDetails(message, kind, param, code)
+
+
+_KINDS: Mapping[int, str] = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    500: "server_error",
+    503: "service_unavailable_error",
+}
+"""The `type` of errors by their status."""
 
 
 class Dialect:
@@ -142,21 +153,17 @@ def http_error(error: Exception, param_of: Callable[[RequestError], str | None])
         case OverloadedError():
             seconds = math.ceil(min(max(error.retry_after, 1), MAX_RETRY_SECONDS))
             headers = ((b"retry-after", b"%d" % seconds),)
-            return _unavailable(error, "overloaded", headers)
+            return HttpError(503, str(error), code="overloaded", headers=headers)
         case EngineNotStartedError():
-            return _unavailable(error, "not_started")
+            return HttpError(503, str(error), code="not_started")
         case EngineUnavailableError():
-            return _unavailable(error, "unavailable")
+            return HttpError(503, str(error), code="unavailable")
         case SendTimeoutError():
-            return HttpError(408, str(error), kind="timeout_error", code=error.field)
+            return HttpError(408, str(error), code=error.field)
         case StepgraphError() | WriteError():  # of a trace
-            return HttpError(500, str(error), kind="server_error")
+            return HttpError(500, str(error))
     logger.error("a request failed", exc_info=error)
-    return HttpError(500, "internal error: see the log of the server", kind="server_error")
-
-
-def _unavailable(error: Exception, code: str, headers: Headers = ()) -> HttpError:
-    return HttpError(503, str(error), kind="service_unavailable_error", code=code, headers=headers)
+    return HttpError(500, "internal error: see the log of the server")
 
 
 access_logger = logging.getLogger(ACCESS_LOG)

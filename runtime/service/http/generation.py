@@ -104,7 +104,6 @@ class Service:
                 404,
                 f"the model {bounded_repr(given)} is not served: give {names}, leave model out, or"
                 " serve it under this name with --served-model-name",
-                kind="not_found_error",
                 param="model",
                 code="model_not_found",
             )

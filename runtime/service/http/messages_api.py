@@ -201,7 +201,7 @@ class MessagesError(msgspec.Struct):
     type: str = "error"
 
 
-_ERRORS: Final = {"server_error": "api_error", "service_unavailable_error": "overloaded_error"}
+_ERRORS: Final = {413: "request_too_large", 500: "api_error", 503: "overloaded_error"}
 
 
 class _MessagesDialect(Dialect):
@@ -217,8 +217,7 @@ class _MessagesDialect(Dialect):
     )
 
     def error(self, error: HttpError, request_id: str) -> MessagesError:
-        kind = _ERRORS.get(error.details.type, error.details.type)
-        kind = "request_too_large" if error.status == 413 else kind
+        kind = _ERRORS.get(error.status, error.details.type)
         return MessagesError({"type": kind, "message": self.named(error)}, request_id)
 
     def error_event(self, error: HttpError, request_id: str) -> bytes:

@@ -46,7 +46,6 @@ def check_origin(exchange: Exchange, allowed: Collection[str], *, needs_key: boo
     raise HttpError(
         403,
         f"pages of the origin {shown} may not send requests to this service: {allow}",
-        kind="permission_error",
         code="origin_not_allowed",
     )
 

@@ -87,7 +87,6 @@ class ResponseStore:
             " stored, was deleted, or was dropped: until it stops, the server holds the newest"
             f" {self._max_responses} responses (--max-stored-responses) in {self._max_bytes} bytes"
             " (--max-stored-bytes). Send the whole conversation as input",
-            kind="not_found_error",
             param=field,
             code="response_not_found",
         )
