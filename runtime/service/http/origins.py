@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
-from ipaddress import ip_address
+from ipaddress import IPv4Address, IPv6Address, ip_address
 
 from ...bounded_repr import bounded_text
 from .exchange import Exchange, HttpError
@@ -36,7 +36,10 @@ def check_origin(exchange: Exchange, allowed: Collection[str], *, needs_key: boo
     scheme, _, host = origin.lower().partition("://")
     is_own = host != "" and host == (exchange.header(b"host") or "").lower()
     server, _ = exchange.scope.get("server") or ("", None)
-    may_be_rebound = not needs_key and scheme == "http" and _is_loopback(server) and _is_name(host)
+    address, name = _address(server), re.sub(r":\d+$", "", host)
+    is_loopback = address is not None and address.is_loopback
+    is_resolved = _address(name) is None and name.rpartition(".")[2] != "localhost"  # by DNS
+    may_be_rebound = not needs_key and scheme == "http" and is_loopback and is_resolved
     if is_own and not may_be_rebound:
         return
     shown = bounded_text(origin)
@@ -50,18 +53,9 @@ def check_origin(exchange: Exchange, allowed: Collection[str], *, needs_key: boo
     )
 
 
-def _is_loopback(server: str) -> bool:
+def _address(host: str) -> IPv4Address | IPv6Address | None:
+    """Return the address that a host is; None for a name, and the path of a unix socket."""
     try:
-        return ip_address(server).is_loopback
-    except ValueError:  # the path of a unix socket
-        return False
-
-
-def _is_name(host: str) -> bool:
-    """Return whether DNS resolves a host, which may have a port."""
-    name = re.sub(r":\d+$", "", host)
-    try:
-        ip_address(name.strip("[]"))
+        return ip_address(host.strip("[]"))
     except ValueError:
-        return name != "localhost" and not name.endswith(".localhost")
-    return False
+        return None
