@@ -96,18 +96,17 @@ class Service:
         """
         if given is None:
             return self.model_names[0]
-        if given not in self.model_names and given.removesuffix(":latest") in self.model_names:
-            return given.removesuffix(":latest")
-        if given not in self.model_names:
-            names = " or ".join(self.model_names)
-            raise HttpError(
-                404,
-                f"the model {bounded_repr(given)} is not served: give {names}, leave model out, or"
-                " serve it under this name with --served-model-name",
-                param="model",
-                code="model_not_found",
-            )
-        return given
+        for name in (given, given.removesuffix(":latest")):
+            if name in self.model_names:
+                return name
+        names = " or ".join(self.model_names)
+        raise HttpError(
+            404,
+            f"the model {bounded_repr(given)} is not served: give {names}, leave model out, or"
+            " serve it under this name with --served-model-name",
+            param="model",
+            code="model_not_found",
+        )
 
 
 @dataclass(frozen=True, slots=True)

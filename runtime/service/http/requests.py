@@ -36,22 +36,20 @@ from .exchange import HttpError, invalid
 logger = logging.getLogger("stepgraph.runtime")
 
 
-def allows(**limits: object) -> msgspec.Meta:
-    """Return limits for the OpenAPI document; `SamplingParams` and `RequestOptions` check them."""
-    return msgspec.Meta(extra_json_schema=limits)
+def allowed(field: str, *, entry: bool = False) -> Meta:
+    """Return the limits of a field of `SamplingParams`, which checks them, or of each `entry`.
 
-
-def allowed(field: str, *, entry: bool = False) -> msgspec.Meta:
-    """Return the limits of a field of `SamplingParams`, or of each `entry` of one."""
+    They are for the OpenAPI document.
+    """
     values = allowed_values(SamplingParams)[field]
     values = values.entry if entry and values.entry is not None else values
     assert values.range is not None, field
     low, high = values.range.low, values.range.high
     units: dict[type, str] = {str: "Length", Sequence: "Items", Mapping: "Properties"}
-    unit = units.get(values.kind)
-    if unit is not None:
-        return allows(**{f"min{unit}": low, f"max{unit}": high})
-    return allows(**{"exclusiveMinimum" if values.range.above else "minimum": low, "maximum": high})
+    names = "exclusiveMinimum" if values.range.above else "minimum", "maximum"
+    if (unit := units.get(values.kind)) is not None:
+        names = f"min{unit}", f"max{unit}"
+    return Meta(extra_json_schema={names[0]: low, names[1]: high})
 
 
 Seconds = Annotated[float, Meta(gt=0, le=MAX_SECONDS)]
@@ -61,7 +59,7 @@ BadWord = Annotated[str, allowed("bad_words", entry=True)]
 Biases = Annotated[
     dict[TokenId, Annotated[float, allowed("logit_bias", entry=True)]],
     allowed("logit_bias"),
-    allows(propertyNames={"pattern": "^[0-9]{1,9}$"}),
+    Meta(extra_json_schema={"propertyNames": {"pattern": "^[0-9]{1,9}$"}}),
 ]
 Prompts = str | list[str | TokenId | list[TokenId]]
 
