@@ -62,9 +62,9 @@ async def _after_reasoning(
     service: Service, request: ChatRequest, prompt: ChatPrompt, params: SamplingParams
 ) -> SamplingParams:
     """Let the reasoning end first, if the prompt is in it and the grammar does not have its end."""
-    structured, tokenizer = params.structured, service.engine.tokenizer
+    structured, tokenizer = params.structured, service.tokenizer()
     reasoning = REASONING_FORMATS.get(service.parsers[1] or "")
-    if reasoning is None or tokenizer is None or structured is None:
+    if reasoning is None or structured is None:
         return params
     assert isinstance(structured, StructuredOutput)
     if spells_end_of_reasoning(structured, reasoning.close):
@@ -94,7 +94,7 @@ class ChatAnswer(Answer[ChatRequest]):
         super().__init__("chatcmpl", request, model, Chat, kind)
         self._service = service
         self._tool_parser, self._reasoning_parser = service.parsers
-        self._tokenizer = service.engine.tokenizer
+        self._tokenizer = service.tokenizer()
         as_ids = bool(request.return_tokens_as_token_ids)
         self._texts = TokenTexts(self._tokenizer, as_ids=as_ids)
         self._tools = request.offered_tools() if self._tool_parser else None
@@ -102,8 +102,7 @@ class ChatAnswer(Answer[ChatRequest]):
         """Whether parsers read the text."""
         structured = params.structured
         self._keeps_special = (  # what the grammar demands may have special tokens
-            self._tokenizer is not None
-            and isinstance(structured, StructuredOutput)
+            isinstance(structured, StructuredOutput)
             and self._tokenizer.spells_special(structured.source)
         )
         self._hides_special = (
@@ -150,7 +149,7 @@ class ChatAnswer(Answer[ChatRequest]):
         if parser is None:
             in_reasoning, reasoning = False, self._reasoning_parser
             continued = self.request.continued
-            if reasoning is not None and tokenizer is not None:
+            if reasoning is not None:
                 # Each token has a byte or more.
                 num_tokens = PROMPT_END_TOKENS + len(continued.encode())
                 end = output.prompt_token_ids[-num_tokens:]
@@ -166,7 +165,7 @@ class ChatAnswer(Answer[ChatRequest]):
                 keeps_special=self._keeps_special,
                 one_call=self.request.parallel_tool_calls is False,
             )
-        if self._hides_special and tokenizer is not None:
+        if self._hides_special:
             special = tokenizer.special_ids.intersection(delta.token_ids)
             parser.hide(map(TokenTexts(tokenizer).text, special))
         return parser

@@ -256,7 +256,7 @@ class ResponsesAnswer(ChatAnswer):
             return
         item, text = self._items[-1], "".join(self._gained)
         item["status"] = status
-        if kind.item == "reasoning" and self._tokenizer is not None:
+        if kind.item == "reasoning":
             self._num_reasoning_tokens += len(self._tokenizer.encode(text, special=False))
         name = f"response.{kind.text_event}.done"
         if kind.part is None:
