@@ -17,7 +17,7 @@ from stepgraph.runtime.service import app
 from stepgraph.runtime.service.http.app import OPERATIONS
 
 from ..rigs.fake_engine import fake_engine
-from ..rigs.http_rig import COMPLETIONS, service
+from ..rigs.http_rig import COMPLETIONS, service, slow_engine
 from ..rigs.http_servers import HEADERS, SECONDS, Command
 from ..rigs.service_rig import in_event_loop
 
@@ -186,7 +186,7 @@ async def test_sleep_frees_the_engine_until_wake_up() -> None:
 
 @in_event_loop
 async def test_load_and_prefix_cache() -> None:
-    async with service(admin=True) as rig:
+    async with service(slow_engine, admin=True) as rig:
         prompt = {**BODY, "prompt": [1] * 24}
         stream = asyncio.create_task(rig.post({**prompt, "max_tokens": 20}))
         async with asyncio.timeout(SECONDS):

@@ -43,7 +43,6 @@ async def converse(
     """
     exchange.param_of = request.param_of
     model = service.model_name(request.model)
-    service.tokenizer()  # or an error that says what to use instead
     params = request.params(
         request.num_tokens(service.engine.sampling_defaults.max_tokens),
         request.num_logprobs(),
@@ -51,6 +50,8 @@ async def converse(
     )
     if prompt is None:
         prompt = chat_prompt(request)
+    service.tokenizer()  # or an error that says what to use instead
+    if isinstance(prompt, ChatPrompt):
         params = await _after_reasoning(service, request, prompt, params)
     answer = (make_answer or ChatAnswer)(service, request, model, params)
     if answer.is_parsed:
