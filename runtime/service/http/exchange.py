@@ -134,9 +134,9 @@ class Dialect:
 OPENAI = Dialect()
 
 
-def invalid(param: str, message: str) -> HttpError:
+def invalid(param: str, message: str, code: str | None = None) -> HttpError:
     """Return the response to a request whose field `param` is wrong."""
-    return HttpError(400, message, param=param)
+    return HttpError(400, message, param=param, code=code)
 
 
 def http_error(error: Exception, param_of: Callable[[RequestError], str | None]) -> HttpError:

@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 
 from ...errors import OverloadedError
-from ...loading.tokenizer import TextTokenizer
 from ..health import Phase, ServiceSnapshot
 from ..step_reader import Columns, StepReader
 from .exchange import Exchange, Headers, event
@@ -83,12 +82,11 @@ def _read(path: Path) -> tuple[bytes, bytes]:
 async def settings(service: Service, exchange: Exchange) -> None:
     """Respond with what the page shows of the service before the first request."""
     engine = service.engine
-    tokenizer: TextTokenizer | None = engine.tokenizer
     await exchange.respond(
         {
             "models": service.model_names,
             "max_model_len": engine.max_model_len,
-            "has_chat": tokenizer is not None and bool(tokenizer.chat_templates),
+            "has_chat": bool(engine.tokenizer and engine.tokenizer.chat_templates),
             "defaults": asdict(engine.sampling_defaults),
             "gap_bounds_ms": GAP_BOUNDS_MS,
         }

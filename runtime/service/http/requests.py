@@ -31,7 +31,7 @@ from ...sampling_params import (
 from ...structured_output import StructuredOutput
 from ..request_handle import MAX_SECONDS, MAX_TENANT_CHARS, RequestOptions
 from .chat_grammars import errors_of, tool_call_grammar
-from .exchange import HttpError, invalid
+from .exchange import invalid
 
 logger = logging.getLogger("stepgraph.runtime")
 
@@ -454,7 +454,7 @@ def _text(part: object, where: str) -> str:
     if not isinstance(part, dict) or part.get("type") not in TEXT_PARTS:
         shown = bounded_repr(part, 60)
         problem = f"{where} ({shown}) is not supported: the parts of a content must be texts"
-        raise HttpError(400, problem, param=where, code="unsupported_field")
+        raise invalid(where, problem, "unsupported_field")
     text = part.get("refusal" if part["type"] == "refusal" else "text")
     if not isinstance(text, str):
         raise invalid(f"{where}.text", f"{where}.text must be a string")
@@ -602,19 +602,16 @@ class UnknownFields:
             if (type(value) is bool, value) not in [(type(n) is bool, n) for n in neutral]:
                 instead = f": use {instead}" if instead else ""
                 shown = bounded_repr(value, 60)
-                raise HttpError(
-                    400,
+                raise invalid(
+                    name,
                     f"{name} ({shown}) is not supported here, and would change the result{instead}",
-                    param=name,
-                    code="unsupported_field",
+                    "unsupported_field",
                 )
         elif name in _HARMLESS or self._policy == "ignore":
             return
         elif self._policy == "error":
             shown = bounded_repr(name)
-            raise HttpError(
-                400, f"there is no field {shown}", param=name[:100], code="unknown_field"
-            )
+            raise invalid(name[:100], f"there is no field {shown}", "unknown_field")
         elif name not in self._logged and len(self._logged) < MAX_LOGGED_NAMES:
             self._logged.add(name)
             logger.warning(

@@ -11,7 +11,7 @@ from msgspec import Meta
 
 from ...bounded_repr import bounded_repr
 from ...sampling_params import MAX_LOGPROBS, MAX_TOKENS_LIMIT
-from .exchange import HttpError, invalid
+from .exchange import invalid
 from .requests import (
     ChatRequest,
     Effort,
@@ -213,7 +213,7 @@ def _one_of(item: Mapping[str, Any], name: str, values: Sequence[str], where: st
         where = where if name == "type" else f"{where}.{name}"
         shown, allowed = bounded_repr(value, 60), ", ".join(values)
         message = f"{where}: {name} {shown} is not supported; allowed are {allowed}"
-        raise HttpError(400, message, param=where, code="unsupported_field")
+        raise invalid(where, message, "unsupported_field")
     return str(value)
 
 
