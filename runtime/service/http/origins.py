@@ -10,7 +10,8 @@ from ...bounded_repr import bounded_text
 from .exchange import Exchange, HttpError
 
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
-"""Methods that change nothing; other origins cannot read their responses."""
+"""Methods that change nothing. Pages of other origins cannot read their responses, except a page
+whose name was rebound: its requests have no `Origin`."""
 
 
 def check_origin(exchange: Exchange, allowed: Collection[str], *, needs_key: bool) -> None:
