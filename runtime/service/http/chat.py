@@ -50,7 +50,6 @@ async def converse(
     )
     if prompt is None:
         prompt = chat_prompt(request)
-    service.tokenizer()  # or an error that says what to use instead
     if isinstance(prompt, ChatPrompt):
         params = await _after_reasoning(service, request, prompt, params)
     answer = (make_answer or ChatAnswer)(service, request, model, params)
