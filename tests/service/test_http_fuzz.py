@@ -240,6 +240,11 @@ def check_response(path: str, body: bytes, response: httpx.Response) -> None:
             assert expected[response.status_code] == error.type, shown
     elif kind == "application/json":
         msgspec.json.decode(text, type=operation.response)
+    elif text.startswith("event: "):  # of the Responses API
+        *events, rest = text.split("\n\n")
+        for event in events:
+            msgspec.json.decode(event.partition("\ndata: ")[2], type=operation.event)
+        assert rest == ""
     else:
         assert kind == "text/event-stream"
         *events, end = events_of(text)
