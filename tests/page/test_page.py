@@ -47,7 +47,7 @@ class Recorder:
             while first.get("more_body"):
                 first = await receive()
                 body += first["body"]
-            self.bodies.append(json.loads(body))
+            self.bodies.append(json.loads(body or b"null"))
             self.paths.append(scope["path"])
             if self.script is None:
                 messages = iter([{"type": "http.request", "body": body}])
@@ -284,6 +284,19 @@ def test_server_view_moves_with_the_load(browser: Browser, open_page: Open) -> N
     assert "def main" not in browser.text("body")
     browser.click("nav a[href='#chat']")
     browser.wait("!chat.hidden")
+
+
+def test_operators_see_the_time_of_each_operation(browser: Browser, open_page: Open) -> None:
+    address, _ = open_page(admin=True)
+    browser.wait("!chat.hidden")
+    browser.click("nav a[href='#server']")
+    browser.click("#profile-start")
+    body = {"prompt": "def main(", "max_tokens": 20, "ignore_eos": True}
+    while browser.evaluate("document.querySelector('#profile-start').disabled"):
+        assert httpx.post(f"{address}{COMPLETIONS}", json=body).status_code == 200
+    shown = browser.text("#operations")
+    assert "decode" in shown
+    assert "layers" in shown or "head" in shown
 
 
 def test_page_fits_a_phone_and_the_dark(browser: Browser, open_page: Open) -> None:

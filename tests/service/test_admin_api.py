@@ -136,11 +136,18 @@ def test_operators_use_the_unix_socket_and_the_end_of_the_server_keeps_a_profile
         transport=transport, base_url="http://local", headers=HEADERS, timeout=SECONDS
     ) as client:
         assert client.post("/start_profile", headers={"authorization": ""}).status_code == 401
+        reported = client.post("/start_profile").json()["path"]
+        assert client.post(COMPLETIONS, json=BODY).status_code == 200
+        ended = client.post("/stop_profile?report=true").json()
+        assert ended["path"] == reported
+        found = {(each["phase"], each["name"]): each["us"]["p50"] for each in ended["operations"]}
+        assert found["decode", "qkv_linear"] > 0
+        assert ("prefill", "sample") in found
         path = client.post("/start_profile").json()["path"]
         assert client.post(COMPLETIONS, json=BODY).status_code == 200
     status, _ = command.stop(signal.SIGTERM)
     assert status == 0
-    assert [str(file) for file in traces.iterdir()] == [path]
+    assert {str(file) for file in traces.iterdir()} == {path, reported}
     names = [event["name"] for event in read_trace(path)["traceEvents"]]
     assert names.count("step") >= 8
     assert "0/qkv_linear" in names

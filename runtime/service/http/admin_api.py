@@ -8,10 +8,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
 
+from ....profiling.report import Operation as OperationTimes
+from ....profiling.report import read_report
 from ....profiling.timeline import StepRecord
 from ....profiling.trace import timeline_trace
 from ..health import Phase
@@ -32,9 +35,27 @@ async def start_profile(service: Service, exchange: Exchange) -> None:
     await exchange.respond(await service.profiler.start(seconds))
 
 
+class StopQuery(msgspec.Struct):
+    """Whether `/stop_profile` returns the time of each operation; for profiles of a few seconds."""
+
+    report: bool = False
+
+
+class EndedProfile(msgspec.Struct, omit_defaults=True):
+    """The response of `/stop_profile`."""
+
+    path: str | None  # as of `Profile`
+    operations: list[OperationTimes] | None = None  # with `report`, by phase
+
+
 async def stop_profile(service: Service, exchange: Exchange) -> None:
     """End the profile, and respond once its file is written."""
-    await exchange.respond(await service.profiler.stop())
+    reports = exchange.query(StopQuery).report
+    profile = EndedProfile((await service.profiler.stop()).path)
+    if reports and profile.path is not None:
+        report = await asyncio.to_thread(read_report, Path(profile.path))
+        profile.operations = report.operations
+    await exchange.respond(profile)
 
 
 class TimelineQuery(msgspec.Struct):
@@ -144,7 +165,7 @@ async def is_sleeping(service: Service, exchange: Exchange) -> None:
 
 OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("POST", "/start_profile"): Operation(start_profile, Profile, query=ProfileQuery, admin=True),
-    ("POST", "/stop_profile"): Operation(stop_profile, Profile, admin=True),
+    ("POST", "/stop_profile"): Operation(stop_profile, EndedProfile, query=StopQuery, admin=True),
     ("GET", "/timeline"): Operation(timeline, Steps, query=TimelineQuery, admin=True),
     ("POST", "/reset_prefix_cache"): Operation(reset_prefix_cache, Load, admin=True),
     ("GET", "/load"): Operation(load, Load),

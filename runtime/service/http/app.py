@@ -245,7 +245,7 @@ def app(
     fields = UnknownFields(engine.config.unknown_fields, kinds)
     config, profiler = engine.config, Profiler(engine, profile_dir)
     store = ResponseStore(config.max_stored_responses, config.max_stored_bytes)
-    settings = fields, metrics, parser_names, profiler, store
+    settings = fields, metrics, parser_names, profiler, admin, store
     service = Service(engine, tuple(dict.fromkeys(model_names)), *settings)
     document = openapi_document(needs_key=bool(api_keys))
     digests = [hashlib.sha256(key.encode()).digest() for key in api_keys]

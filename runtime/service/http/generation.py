@@ -53,6 +53,7 @@ class Service:
     metrics: EngineMetrics | None
     parser_names: tuple[str | None, str | None]  # of tool calls and of reasoning, as given
     profiler: Profiler
+    admin: bool  # whether every client may use what is for operators
     responses: ResponseStore
     created: int = field(default_factory=lambda: int(time.time()))
     live_views: set[Exchange] = field(default_factory=set)  # those that are open

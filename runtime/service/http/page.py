@@ -89,6 +89,7 @@ async def settings(service: Service, exchange: Exchange) -> None:
             "has_chat": bool(engine.tokenizer and engine.tokenizer.chat_templates),
             "defaults": asdict(engine.sampling_defaults),
             "gap_bounds_ms": GAP_BOUNDS_MS,
+            "may_profile": service.admin,
         }
     )
 

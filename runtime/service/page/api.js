@@ -2,12 +2,11 @@
 
 // Returns the response, or throws an error with the `status` and the message of the service. The
 // window gets the event `unauthorized` if the key is missing or wrong.
-export async function request(path, { body, signal } = {}) {
+export async function request(path, { body, signal, method = body ? "POST" : "GET" } = {}) {
   const headers = body ? { "content-type": "application/json" } : {};
   const key = new TextEncoder().encode(sessionStorage.getItem("stepgraph.key") ?? "");
   // Headers are bytes, which JavaScript writes as characters.
   if (key.length) headers.authorization = `Bearer ${String.fromCharCode(...key)}`;
-  const method = body ? "POST" : "GET";
   const response = await fetch(path, { method, headers, signal, body: JSON.stringify(body) });
   if (response.ok) return response;
   const text = await response.text();

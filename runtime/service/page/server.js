@@ -6,6 +6,7 @@ import { byId, count, duration, element, sum } from "./dom.js";
 
 const SECONDS = 60;
 const RETRY_MS = 1000;
+const PROFILE_MS = 2000;
 
 let history = []; // the last events, the newest last
 let controller = null;
@@ -13,6 +14,7 @@ let controller = null;
 // Listens while the view is visible, and not otherwise.
 export async function showServer(isVisible, service) {
   controller?.abort();
+  byId("profile").hidden = !service.may_profile;
   if (!isVisible) return;
   controller = new AbortController();
   const { signal } = controller;
@@ -120,4 +122,31 @@ function stepTimes() {
     const legend = element("p", { className: "legend" }, ...parts);
     return [element("p", {}, facts.join(" · ")), stacked(mean, legend.textContent), legend];
   });
+}
+
+// Shows how long each operation of a step took, by a profile of the next steps.
+byId("profile-start").addEventListener("click", async ({ target: button }) => {
+  const place = byId("operations");
+  button.disabled = true;
+  place.textContent = "";
+  try {
+    await request("start_profile", { method: "POST" });
+    await new Promise((resolve) => setTimeout(resolve, PROFILE_MS));
+    const response = await request("stop_profile?report=true", { method: "POST" });
+    const { operations } = await response.json();
+    place.replaceChildren(operations ? operationTable(operations) : "The report is in nsys.");
+  } catch (error) {
+    place.textContent = error.status === 409 ? `No profile: ${error.message}` : error.message;
+  }
+  button.disabled = false;
+});
+
+function operationTable(operations) {
+  const cell = (tag) => (text) => element(tag, {}, text);
+  const head = ["Steps", "Operation", "Median", "Share"].map(cell("th"));
+  const rows = operations.map(({ phase, name, us, share: part }) => {
+    const cells = [phase, name, duration(us.p50 / 1000), share(part, 1)].map(cell("td"));
+    return element("tr", {}, ...cells);
+  });
+  return element("table", {}, element("tr", {}, ...head), ...rows);
 }
