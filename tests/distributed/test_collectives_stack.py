@@ -108,10 +108,10 @@ def test_a_rank_that_dies_in_a_step_ends_the_others(plan: ModelPlan) -> None:
                 return time.monotonic() - began
 
     group = ForkedGroup(3, 1 << 18)
-    group.start(body, timeout=1.0, threads=2)
+    group.start(body, timeout=3.0, threads=2)  # longer than a busy machine keeps a rank waiting
     time.sleep(0.5)
     os.kill(group.processes[1].pid, signal.SIGKILL)
     first, killed, last = group.results()
     assert killed is None
-    assert first < 5.0
-    assert last < 5.0
+    assert first < 8.0
+    assert last < 8.0
