@@ -736,8 +736,8 @@ class Engine:
     def stats(self) -> dict[str, Any]:
         """Return counters and sizes, as plain numbers and strings.
 
-        State: `healthy`, `model` (`type`, number of `parameters`, and `weights`: how those of
-        linear layers are stored), `device`, `mode`, `kernels`, `threads` (of the native operators
+        State: `healthy`, `model` (`type`, number of `parameters`, and the format of the `weights`
+        of linear layers), `device`, `mode`, `kernels`, `threads` (of the native operators
         on a CPU, otherwise None), `max_model_len`, `waiting` and `running` requests.
 
         Counters: `requests`, `finished` requests, `output_tokens`, `steps` (launches), `fallbacks`

@@ -74,7 +74,7 @@ class Service:
         return tokenizer
 
     async def encode(self, prompt: str | ChatPrompt, *, special: bool | None = False) -> list[int]:
-        """Return the tokens of a prompt, with those of the post-processor if `special`.
+        """Return the tokens of a prompt; `special` adds the tokens of the post-processor.
 
         Raises `RequestError` as `tokenizer` and `TextTokenizer.encode`, and for a prompt of more
         than `max_model_len` tokens.
@@ -239,20 +239,20 @@ async def _send_events(
             if joined := b"".join(events):
                 await exchange.send_events(joined)
 
-    async def send_pings() -> None:
-        while exchange.dialect.ping:
+    async def send_pings(ping: bytes) -> None:
+        while True:
             await asyncio.sleep(PING_SECONDS)
-            await exchange.send_events(exchange.dialect.ping)
+            await exchange.send_events(ping)
 
     # In tasks of their own: a wake-up would pass through the coroutines of all middleware.
     tasks = [asyncio.create_task(send_deltas(*numbered)) for numbered in enumerate(streams)]
-    pings = asyncio.create_task(send_pings())
+    pings = [asyncio.create_task(send_pings(ping))] if (ping := exchange.dialect.ping) else []
     try:
         await asyncio.gather(*tasks)
     finally:
-        for task in (*tasks, pings):
+        for task in tasks + pings:
             task.cancel()
-        await asyncio.gather(*tasks, pings, return_exceptions=True)
+        await asyncio.gather(*tasks, *pings, return_exceptions=True)
         counted = _usage(exchange, streams, num_tokens, answer)
     await exchange.send_events(answer.end(counted), last=True)
 

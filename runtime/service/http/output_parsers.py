@@ -193,7 +193,7 @@ def chosen_parsers(
 ) -> tuple[str | None, str | None]:
     """Return the names of the parsers of tool calls and of reasoning, None for no parser.
 
-    `auto` chooses by the chat templates of the tokenizer; `none` and None are no parser.
+    `auto` recognises the format in the tokenizer's chat templates; `none` and None mean no parser.
 
     Raises:
         ConfigError: no parser has this name.

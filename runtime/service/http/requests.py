@@ -224,7 +224,7 @@ class CompletionRequest(SamplingRequest, kw_only=True):
     logprobs: Annotated[int, allowed("logprobs")] | None = None
     echo: bool | None = None
     best_of: Annotated[int, Meta(ge=1, le=MAX_COMPLETIONS)] | None = None
-    """Decode so many completions and return the `n` with the largest mean log-probability."""
+    """Completions to decode; the `n` with the largest mean log-probability are returned."""
 
     @property
     def num_decoded(self) -> int:
