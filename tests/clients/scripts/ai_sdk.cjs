@@ -1,18 +1,19 @@
-// The AI SDK with OpenAI's provider, whose default is the Responses API: texts, streams, schemas,
-// and a loop of tool calls, also with the items sent again (store: false).
+// The AI SDK with the providers of Anthropic and of OpenAI, whose default is the Responses API:
+// texts, streams, schemas, and a loop of tool calls, also with the items sent again (store: false).
 const assert = require("node:assert/strict");
+const { createAnthropic } = require("@ai-sdk/anthropic");
 const { createOpenAI } = require("@ai-sdk/openai");
 const { generateObject, generateText, stepCountIs, streamObject, streamText, tool } = require("ai");
 const { z } = require("zod");
 
-const openai = createOpenAI({
-  baseURL: `${process.env.BASE_URL}/v1`,
-  apiKey: process.env.API_KEY,
-});
+const service = { baseURL: `${process.env.BASE_URL}/v1`, apiKey: process.env.API_KEY };
+const anthropic = createAnthropic(service);
+const openai = createOpenAI(service);
 const schema = z.object({ weather: z.enum(["sunny", "rainy"]), certain: z.boolean() });
 
 async function check(model, options) {
-  const common = { model, maxRetries: 0, providerOptions: { openai: options } };
+  const providerOptions = { openai: options };
+  const common = { model, maxRetries: 0, maxOutputTokens: 200, providerOptions };
   const whole = await generateText({ ...common, system: "Be brief.", prompt: "Hi" });
   assert(whole.text);
   assert.equal(whole.finishReason, "stop");
@@ -22,7 +23,7 @@ async function check(model, options) {
   assert.equal(gained, whole.text);
   assert((await stream.usage).outputTokens > 0);
 
-  const limited = { ...common, prompt: "Hi", schema, maxOutputTokens: 60 };
+  const limited = { ...common, prompt: "Hi", schema };
   assert.equal(typeof (await generateObject(limited)).object.certain, "boolean");
   const shaped = streamObject(limited);
   for await (const part of shaped.partialObjectStream) assert(part);
@@ -56,6 +57,7 @@ async function check(model, options) {
 
 async function main() {
   const name = process.env.MODEL;
+  await check(anthropic(name), {});
   await check(openai(name), {});
   await check(openai.chat(name), {});
   const reasoning = { reasoningEffort: "high", reasoningSummary: "auto", forceReasoning: true };
