@@ -106,7 +106,7 @@ async def test_origins_of_other_pages_are_refused() -> None:
 @in_event_loop
 async def test_live_view_counts_tokens_and_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page, "PERIOD_SECONDS", 0.01)
-    monkeypatch.setattr(page, "LIVE_SECONDS", 0.5)
+    monkeypatch.setattr(page, "LIVE_SECONDS", 1.5)
     async with service(page=True) as rig:
         reading = asyncio.create_task(rig.http.get("/live"))
         await asyncio.sleep(0.1)
