@@ -25,7 +25,7 @@ from ...cache.memory.handler import ModelFootprint
 from ...cache.spec import LayerGroup
 from ...graphs.buffers import allocated_bytes
 from ..errors import ConfigError
-from ..execution.inputs import RowState, input_layouts
+from ..execution.inputs import DeviceRows, input_layouts
 from ..execution.outputs import OUTPUT_SETS, HostOutputs, PromptScorer, slice_tokens
 from ..execution.runner import Runner
 from ..execution.step_key import StepKey, StepSizes
@@ -251,7 +251,7 @@ def _scoring_bytes(model: DecoderConfig, plan: ModelPlan, config: ResolvedConfig
 def _buffer_bytes(model: DecoderConfig, config: ResolvedConfig, num_groups: int) -> tuple[int, int]:
     """Bytes of the runner on the device: row state, inputs and buffers for scoring; and on the
     host: mirrors of inputs and masks, and copies of outputs. A CPU has none of these."""
-    state = RowState.of(config, model, num_groups, _META)
+    state = DeviceRows.of(config, model, num_groups, _META)
     hidden, scores = PromptScorer.allocate(config.prefill_chunk, model, config.dtype, _META)
     assert scores.packed is not None
     layouts = input_layouts(config, num_groups, model.hidden_size)

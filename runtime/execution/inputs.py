@@ -81,7 +81,7 @@ class MaskState:
 
 
 @dataclass(frozen=True, slots=True)
-class RowState:
+class DeviceRows:
     """State of each row on the device, which steps read and update; R = max_num_seqs + 1.
 
     The host never reads it back.
@@ -119,7 +119,7 @@ class RowState:
         rope_by_length: bool = False,
         masks: MaskState | None = None,
         drafts: int = 0,
-    ) -> RowState:
+    ) -> DeviceRows:
         """Allocate the state of `max_num_seqs` rows and the null row.
 
         `masks`: token masks, if steps may have any. `drafts`: those that a row keeps.
@@ -142,7 +142,7 @@ class RowState:
     @classmethod
     def of(
         cls, config: ResolvedConfig, model: DecoderConfig, num_groups: int, device: torch.device
-    ) -> RowState:
+    ) -> DeviceRows:
         """Allocate the state of an engine, or of one rank; `num_groups`: layer groups."""
         return cls.allocate(
             config.user.max_num_seqs,
@@ -443,7 +443,7 @@ class InputWriter:
     """Writes the changed inputs of steps, and copies them to the device."""
 
     def __init__(
-        self, config: ResolvedConfig, num_groups: int, hidden_size: int, state: RowState
+        self, config: ResolvedConfig, num_groups: int, hidden_size: int, state: DeviceRows
     ) -> None:
         """Allocate the buffers; `num_groups`: layer groups, whose tables in `state` it updates."""
         self._state = state

@@ -34,7 +34,7 @@ from ..request import Request
 from ..sampling.sampling_state import RowParameters
 from ..sampling_params import MAX_LOGPROBS
 from ..scheduling.plan import Admission, StepPlan, TableUpdate
-from .inputs import InputWriter, PrefillChunk, RowState
+from .inputs import DeviceRows, InputWriter, PrefillChunk
 from .outputs import (
     HostOutputs,
     LaunchedStep,
@@ -296,7 +296,7 @@ class Runner:
         device = config.device
         self.device = device
         self.group = group
-        self.state = RowState.of(config, model.config, len(groups), device)
+        self.state = DeviceRows.of(config, model.config, len(groups), device)
         self.null_row = self.state.null_row
         self._writer = InputWriter(config, len(groups), model.config.hidden_size, self.state)
         self.masks: TokenMasks | None = None

@@ -29,7 +29,14 @@ from ..models.config import ModelConfig
 from ..models.decoder import Decoder, layer_places
 from ..models.plan import fused_layout, model_plan
 from ..models.resolved_config import ResolvedConfig
-from .inputs import Int64Array, PrefillChunk, RowState, StepInputs, write_decode_rows, write_prefill
+from .inputs import (
+    DeviceRows,
+    Int64Array,
+    PrefillChunk,
+    StepInputs,
+    write_decode_rows,
+    write_prefill,
+)
 from .step_functions import StepFunctions
 from .step_key import StepKey
 
@@ -184,7 +191,7 @@ class SampleSteps:
         self.arena, self.views = arena.tensor, arena.views
         rows = max(config.user.max_num_seqs, max(len(case.chunks) for case in cases))
         columns = max(case.key.read_blocks for case in cases)
-        self.state = RowState.allocate(
+        self.state = DeviceRows.allocate(
             rows,
             len(self.groups),
             columns,

@@ -61,7 +61,7 @@ from ..models.transformers.decoder import DecoderModel
 from ..operation_scopes import operation
 from ..sampling.reference_sampler import SampleOutput, drafted_lanes
 from ..sampling.samplers import SAMPLERS, torch_sampler
-from .inputs import DraftInputs, EmbedInputs, MaskState, RowState, StepInputs
+from .inputs import DeviceRows, DraftInputs, EmbedInputs, MaskState, StepInputs
 from .step_key import StepKey, StepOutput
 from .token_masks import TokenMasks
 
@@ -69,7 +69,7 @@ from .token_masks import TokenMasks
 
 
 def write_index(
-    state: RowState,
+    state: DeviceRows,
     block_size: int,
     positions_T: torch.Tensor,
     token_rows_T: torch.Tensor,
@@ -87,7 +87,7 @@ def write_index(
 
 
 def batch_of_slots(
-    state: RowState,
+    state: DeviceRows,
     block_size: int,
     positions_T: torch.Tensor,
     slots_GT: torch.Tensor,
@@ -241,7 +241,7 @@ class DraftStep:
         self,
         drafter: Drafter,
         arena: torch.Tensor,
-        state: RowState,
+        state: DeviceRows,
         block_size: int,
         *,
         native: bool = False,
@@ -397,7 +397,7 @@ class StepFunctions:
         model: DecoderModel,
         arena: torch.Tensor,
         block_size: int,
-        state: RowState,
+        state: DeviceRows,
         inputs: StepInputs[torch.Tensor],
         embeds: EmbedInputs[torch.Tensor] | None,
         compiled: bool,

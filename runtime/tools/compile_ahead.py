@@ -41,7 +41,7 @@ from ...profiling.command_line import aligned
 from ..config import EngineConfig
 from ..engine.startup import find_engine_drafter
 from ..errors import ConfigError, StepgraphError
-from ..execution.inputs import DraftInputs, RowState, StepInputs, input_layouts
+from ..execution.inputs import DeviceRows, DraftInputs, StepInputs, input_layouts
 from ..execution.step_functions import DraftStep, StepFunctions
 from ..execution.step_key import StepKey, StepSizes
 from ..kernels import batch_invariant_kernels, kernels_for, select_kernels
@@ -292,7 +292,7 @@ def _functions(found: Source, config: ResolvedConfig, prefill_tokens: int) -> St
         kernels = int4_kernels(kernels, plan_of(model), config.dtype)
     decoder = Decoder(model, kernels, config.dtype, _META, groups, config.storage)
     decoder.store(_absent(weights).items())
-    state = RowState.of(config, model, len(groups), _META)
+    state = DeviceRows.of(config, model, len(groups), _META)
     inputs = dataclasses.replace(config, prefill_chunk=prefill_tokens)
     layouts = input_layouts(inputs, len(groups), model.hidden_size)
     drafts: DraftInputs[torch.Tensor] | None = None

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from stepgraph.runtime import kernels
-from stepgraph.runtime.execution.inputs import RowState
+from stepgraph.runtime.execution.inputs import DeviceRows
 from stepgraph.runtime.execution.step_functions import DraftStep, batch_of_slots
 from stepgraph.runtime.execution.step_key import StepKey
 from stepgraph.runtime.kernels.weights import INT8, MODEL, WeightStorage
@@ -43,13 +43,13 @@ def written(directory: Path, variant: str) -> Path:
     )
 
 
-def step_of(rig: DrafterRig, seed: int) -> tuple[RowState, FollowedTokens, torch.Tensor, int]:
+def step_of(rig: DrafterRig, seed: int) -> tuple[DeviceRows, FollowedTokens, torch.Tensor, int]:
     """A verify step of random rows that has sampled: its tokens, their first ones, read blocks.
 
     The last lane is padding. A token is not finite.
     """
     random = torch.Generator().manual_seed(seed)
-    state = RowState.allocate(ROWS, GROUPS, LENGTH // BLOCK_SIZE, rig.vocab, CPU)
+    state = DeviceRows.allocate(ROWS, GROUPS, LENGTH // BLOCK_SIZE, rig.vocab, CPU)
     state.block_tables.copy_(rig.tables)
     state.positions[:ROWS] = torch.randint(0, LENGTH - 12, (ROWS,), generator=random)
     rows = torch.cat((torch.randperm(ROWS, generator=random), torch.tensor([state.null_row])))

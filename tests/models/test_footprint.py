@@ -17,7 +17,7 @@ from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.runtime import ConfigError, EngineConfig
 from stepgraph.runtime.engine.memory import Phase, model_footprint, weight_bytes
 from stepgraph.runtime.engine.startup import start
-from stepgraph.runtime.execution.inputs import RowState, StepInputs
+from stepgraph.runtime.execution.inputs import DeviceRows, StepInputs
 from stepgraph.runtime.execution.outputs import PromptScorer
 from stepgraph.runtime.execution.step_key import most_table_updates
 from stepgraph.runtime.kernels import (
@@ -147,7 +147,7 @@ def test_static_buffers_to_the_byte(
         ),
         CPU,
     )
-    state = RowState.of(fitted, model, len(groups), CPU)
+    state = DeviceRows.of(fitted, model, len(groups), CPU)
     scorer = PromptScorer(
         cast(Decoder, SimpleNamespace(config=model, dtype=config.dtype, device=CPU)),
         inputs.device.next_ids,

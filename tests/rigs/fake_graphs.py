@@ -28,7 +28,7 @@ from stepgraph.profiling import attribution
 from stepgraph.profiling.attribution import NodeKind
 from stepgraph.runtime.engine import startup
 from stepgraph.runtime.execution import inputs, runner, sample_steps
-from stepgraph.runtime.execution.inputs import RowState
+from stepgraph.runtime.execution.inputs import DeviceRows
 from stepgraph.runtime.execution.outputs import OUTPUT_SETS, HostOutputs, PromptScorer
 from stepgraph.runtime.execution.runner import DrafterCache, Runner
 from stepgraph.runtime.execution.step_key import StepKey
@@ -427,8 +427,8 @@ def make_fake_graphs(monkeypatch: pytest.MonkeyPatch) -> FakeGraphs:
         ResolvedConfig, "is_async_device", property(lambda self: self.mode == "graph")
     )
     monkeypatch.setattr(runner, "CudaGraphCapturer", lambda device: FakeCapturer(graphs, device))
-    queued(RowState, "update_tables")
-    queued(RowState, "forget_drafts")
+    queued(DeviceRows, "update_tables")
+    queued(DeviceRows, "forget_drafts")
     queued(DrafterCache, "clear")
     queued(SamplingState, "store_row")
     queued(Arena, "copy_blocks")

@@ -10,7 +10,7 @@ from stepgraph.cache.arena import Arena, Storage
 from stepgraph.cache.spec import group_layers
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.runtime import SamplingParams
-from stepgraph.runtime.execution.inputs import DraftInputs, Int64Array, RowState, StepInputs
+from stepgraph.runtime.execution.inputs import DeviceRows, DraftInputs, Int64Array, StepInputs
 from stepgraph.runtime.execution.step_functions import StepFunctions
 from stepgraph.runtime.kernels import Kernels
 from stepgraph.runtime.models.config import ModelConfig
@@ -65,7 +65,7 @@ class StepRig:
         blocks = 2 + rows * columns * len(groups)
         self.arena = Arena(groups, blocks, block_size, dtype, device, storage).tensor
         self.poison()
-        self.state = RowState.allocate(
+        self.state = DeviceRows.allocate(
             rows,
             len(groups),
             columns,
