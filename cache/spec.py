@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
+from typing import Literal, NamedTuple
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,79 @@ class PagedState:
     def layout(self) -> PagedState:
         """The state without its window: states of one layout can share a tensor."""
         return replace(self, window=None)
+
+
+class StatePart(NamedTuple):
+    """One tensor of a row state."""
+
+    shape: tuple[int, ...]
+    dtype: Literal["model", "float32"] = "model"
+
+    def nbytes(self, itemsize: int) -> int:
+        """Return its bytes; `itemsize` is of the model's dtype."""
+        return math.prod(self.shape) * (itemsize if self.dtype == "model" else 4)
+
+
+@dataclass(frozen=True)
+class RowState:
+    """What an operation keeps of a sequence whatever its length: recurrent state.
+
+    A snapshot is the state at a block boundary: what is left of all earlier tokens. It is written
+    once and then only read, so sequences with the same prefix share it. The state after any later
+    token follows from the snapshot and from the inputs of the tokens since, which are kept until
+    the next snapshot is written. So rejected drafts need no undo: their inputs are overwritten.
+    """
+
+    snapshot: tuple[StatePart, ...]
+    """The parts of a snapshot."""
+    inputs: tuple[StatePart, ...]
+    """What is kept of each token since the last snapshot."""
+
+
+class RowPlace(NamedTuple):
+    """Where the parts of a row state lie, in bytes from the start of a snapshot or input block."""
+
+    snapshot: tuple[int, ...]
+    """Of each part of a snapshot."""
+    inputs: tuple[int, ...]
+    """Of each part of the inputs, which has `block_size` entries, one for each token."""
+
+
+class RowLayout(NamedTuple):
+    """The places of all row states of a model."""
+
+    places: tuple[RowPlace, ...]
+    snapshot_bytes: int
+    """Of one snapshot of all states."""
+    input_bytes: int
+    """Of the inputs of one block of tokens."""
+
+
+_ALIGNMENT = 64
+
+
+def row_layout(states: Sequence[RowState], block_size: int, itemsize: int) -> RowLayout:
+    """Lay out the row states of a model one after the other, each part at a cache line.
+
+    Args:
+        states: of the operations of the model, in order.
+        block_size: tokens of a block.
+        itemsize: bytes of an element of the model's dtype.
+    """
+
+    def place(parts: Sequence[StatePart], entries: int, at: int) -> tuple[tuple[int, ...], int]:
+        offsets = []
+        for part in parts:
+            offsets.append(at)
+            at += -(-entries * part.nbytes(itemsize) // _ALIGNMENT) * _ALIGNMENT
+        return tuple(offsets), at
+
+    places, snapshots, inputs = [], 0, 0
+    for state in states:
+        own_snapshot, snapshots = place(state.snapshot, 1, snapshots)
+        own_inputs, inputs = place(state.inputs, block_size, inputs)
+        places.append(RowPlace(own_snapshot, own_inputs))
+    return RowLayout(tuple(places), snapshots, inputs)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from .cpu.build import KernelLibrary
 from .ops.collectives import Collectives
+from .ops.convolution import causal_conv
+from .ops.recurrence import recurrence
 from .result_check import Fallback
 from .weights import MODEL, GroupedWeight, StoredRows, WeightStorage
 from .weights.grouped import GroupedFormat
@@ -42,6 +44,10 @@ class Kernels:
     steps need only one read width."""
     masks: int
     """Attention masks `[tokens, positions]` that exist at the same time, for the memory plan."""
+    recurrence: Callable[..., Tensor] = recurrence
+    """See `ops.recurrence.Recurrence`."""
+    causal_conv: Callable[..., Tensor] = causal_conv
+    """See `ops.convolution.Convolution`."""
     sampler: SamplerName = "torch"
     """Which of `sampling.SAMPLERS`: "torch" is compiled where steps are, the others are kernels."""
     library: KernelLibrary | None = None

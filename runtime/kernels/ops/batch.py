@@ -70,6 +70,28 @@ class LayerPlace(NamedTuple):
     """Which of the arena's tensors holds it."""
 
 
+class RowStates(NamedTuple):
+    """The memory of recurrent state, and which of it each row of the state on the device has.
+
+    Column c of a row's tables is about block c of its tokens, positions c * block_size to
+    (c + 1) * block_size - 1: its snapshot is the state before that block, its inputs are of the
+    tokens of the block. Entry 0, the null block, means that nothing is kept there; the state before
+    block 0 is zero. See `cache.spec.RowState` and `ops/row_states.py`.
+    """
+
+    snapshots: Tensor
+    """uint8 `[snapshots, bytes]`; entry 0 is zero and never written."""
+    inputs: Tensor
+    """uint8 `[blocks, bytes]`: inputs of one block of tokens each."""
+    snapshot_tables: Tensor
+    """int32 `[R, max_blocks_per_row]`."""
+    input_tables: Tensor
+    """int32 `[R, max_blocks_per_row]`."""
+    stored: Tensor
+    """int64 `[R]`: the last column whose snapshot is stored. A step that begins in a later block
+    stores the snapshot of that block first, from the inputs of the block before it."""
+
+
 @dataclass(frozen=True, slots=True)
 class RaggedBatch:
     """Positions of the tokens of one forward pass, and the slots of their keys and values."""
@@ -98,6 +120,8 @@ class RaggedBatch:
     rope_lengths: Tensor | None = None
     """int64 `[T]`: the sequence length whose rotary parameters each token has (see
     `rope_lengths.py`); None where they do not depend on it."""
+    states: RowStates | None = None
+    """Recurrent state; None if no layer has any."""
 
     @property
     def live_tokens(self) -> Tensor:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ....cache.spec import PagedState
+from ....cache.spec import PagedState, RowState
 from ...errors import ConfigError
 from .attention import Attend
 from .batch import LayerPlace
@@ -115,6 +115,12 @@ class ModelPlan:
     def states(self) -> list[PagedState]:
         """What the operations of the layers keep, in order."""
         return [s for layer in self.layers for op in layer.operations for s in op.states]
+
+    @property
+    def row_states(self) -> list[RowState]:
+        """The recurrent state of the operations of the layers, in order."""
+        states = (op.row_state for layer in self.layers for op in layer.operations)
+        return [state for state in states if state is not None]
 
     @property
     def hidden_size(self) -> int:

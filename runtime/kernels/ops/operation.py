@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ....cache.spec import PagedState
+from ....cache.spec import PagedState, RowPlace, RowState
 from ..choice import Kernels
 from .batch import LayerPlace, RaggedBatch
 from .collectives import Collectives
@@ -66,6 +66,8 @@ class Binding(NamedTuple):
     """In the cache, of each of its states."""
     storage: str
     """How the cache stores vectors."""
+    row_place: RowPlace | None = None
+    """Of its recurrent state."""
 
 
 @dataclass(frozen=True)
@@ -152,8 +154,13 @@ class Operation:
 
     @property
     def states(self) -> tuple[PagedState, ...]:
-        """What it keeps of a sequence, in the cache."""
+        """What it keeps of each token, in the cache."""
         return ()
+
+    @property
+    def row_state(self) -> RowState | None:
+        """What it keeps of a sequence beside the cache: recurrent state."""
+        return None
 
     def bind(self, to: Binding) -> Run:
         """Return the operation as a function of its value and the step, in plain PyTorch."""
