@@ -10,7 +10,8 @@ from typing import Final, Literal
 import torch
 
 from .blocks import NULL_BLOCK
-from .spec import LayerGroup, PagedState, layouts
+from .row_states import Copies, RowPools
+from .spec import LayerGroup, PagedState, RowLayout, layouts
 
 Storage = Literal["model", "int8", "fp8"]
 """How keys and values are stored: in the model's dtype, or as 8-bit numbers with a bfloat16 scale
@@ -21,6 +22,9 @@ SCALE_BYTES: dict[Storage, int] = {"model": 0, "int8": 2, "fp8": 2}
 
 COPY_BYTES = 16 << 20
 """Maximum bytes of one batch of block copies within an arena."""
+
+CopyKind = Literal["within", "to_host", "from_host"]
+"""Where blocks are copied: in the device's memory, from it to the host, or back."""
 
 BlockPair = tuple[int, int]
 """(source block, destination block) of a copy."""
@@ -127,6 +131,54 @@ class Arena:
             source, destination = piece.unbind(1)
             for view in self.views:
                 view.index_copy_(2, destination, view.index_select(2, source))
+
+
+class StateMemory:
+    """The memory of recurrent state, at addresses that never change; see `cache/row_states.py`.
+
+    An entry of `snapshots`, or of `inputs`, has the parts of all layers. Entry 0 is zero and never
+    written to: padding reads and skips it. Others may contain anything until they are written.
+    """
+
+    def __init__(
+        self, layout: RowLayout, pools: RowPools, block_size: int, device: torch.device
+    ) -> None:
+        """Allocate uint8 `[pools.snapshots, bytes]`, and likewise for the inputs of blocks."""
+        sizes = layout.snapshot_bytes, block_size * layout.token_bytes
+        entries = pools.snapshots, pools.inputs
+        tensors = [
+            torch.empty(shape, dtype=torch.uint8, device=device)
+            for shape in zip(entries, sizes, strict=True)
+        ]
+        for tensor in tensors:
+            tensor[0].zero_()
+        self.snapshots: Final = tensors[0]
+        self.inputs: Final = tensors[1]
+        # As for blocks, pinned memory is not taken from torch's allocator, which rounds sizes up.
+        self.host = [torch.empty((pools.host, size), dtype=torch.uint8) for size in sizes]
+        """Snapshots and inputs of swapped requests."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return self.snapshots.nbytes + self.inputs.nbytes
+
+    @property
+    def host_nbytes(self) -> int:
+        """Bytes for swapped requests."""
+        return sum(tensor.nbytes for tensor in self.host)
+
+    def copy(self, kind: CopyKind, copies: Copies) -> None:
+        """Issue the copies of snapshots and inputs: within the memory, to the host or back."""
+        memory, host = (self.snapshots, self.inputs), self.host
+        sources, targets = (host if kind == "from_host" else memory), memory
+        if kind == "to_host":
+            targets = (host[0], host[1])
+        for source, target, pairs in zip(
+            sources, targets, (copies.snapshots, copies.inputs), strict=True
+        ):
+            for of, to in pairs:
+                target[to].copy_(source[of], non_blocking=True)
 
 
 class HostArena:

@@ -9,14 +9,16 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from .blocks import NULL_BLOCK, BlockPool, HostBlocks, PrefixHashes
+from .row_states import Copies, RowPools, RowStateCache
 from .spec import LayerGroup
 
 TableChange = tuple[int, int, int]
-"""(group, column, block): an entry of a request's block tables that has changed."""
+"""(group, column, block): an entry of a request's block tables that has changed. The tables of
+recurrent state, snapshots and inputs, follow those of the layer groups."""
 
 
 @dataclass(slots=True)
@@ -52,13 +54,15 @@ class Admitted:
     num_tokens: int
     """Tokens whose keys and values need not be computed."""
     source: Literal["nothing", "swap", "fork", "prefix"] = "nothing"
-    copies: list[tuple[int, int]] = field(default_factory=list)
-    """(source block, destination block) to copy within the arena before the step."""
-    swap_in: list[tuple[int, int]] = field(default_factory=list)
-    """(host block, block) to copy from the host before the step."""
+    copies: Copies = field(default_factory=Copies.none)
+    """To make within the arena before the step."""
+    swap_in: Copies = field(default_factory=Copies.none)
+    """To make from the host before the step."""
+    stored: int = 0
+    """The last column whose snapshot of recurrent state is stored."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Reuse:
     """The reusable prefix of a request, and block tables with its blocks."""
 
@@ -68,6 +72,11 @@ class _Reuse:
     """For each group: blocks to share, and null blocks in columns that are not read."""
     copied: list[int] = field(default_factory=list)
     """For each group the sibling's partly filled block, to be copied; empty if there is none."""
+    sibling: str | None = None
+    """The request whose recurrent state it shares."""
+    junction: int = 0
+    """Blocks that are cached where the recurrent state after them is not; 0: the state limits
+    nothing."""
 
 
 class KVCache:
@@ -85,6 +94,7 @@ class KVCache:
         *,
         chunk: int = 1,
         host_blocks: int = 0,
+        row_pools: RowPools | None = None,
     ) -> None:
         """Manage `num_blocks` blocks (the null block included) of `block_size` slots.
 
@@ -94,8 +104,10 @@ class KVCache:
             block_size: slots of a block.
             chunk: maximum tokens of a request that one step computes.
             host_blocks: blocks of the host cache.
+            row_pools: memory for recurrent state; None if the model has none.
         """
         self.pool = BlockPool(num_blocks)
+        self.states = None if row_pools is None else RowStateCache(row_pools, block_size)
         self._groups = tuple(groups)
         self._windows = [
             (group.index, group.window) for group in groups if group.window is not None
@@ -172,6 +184,8 @@ class KVCache:
         ]
         if self._needed(num_tokens, lengths, tables) + headroom > self.pool.num_free:
             return None
+        if self.states is not None and not self.states.has_room(stop):
+            return None
         firsts = [sum(block == NULL_BLOCK for block in table) for table in tables]
         for table, first in zip(tables, firsts, strict=True):
             self.pool.share(table[first:])
@@ -182,17 +196,51 @@ class KVCache:
         for table, blocks in zip(tables, new, strict=True):
             table += blocks
         held = self._held[request_id] = _Held(tables, firsts, min(lengths) * size)
-        held.slides_next = self._slides_next(held)
         if reuse.copied:
-            found.copies.extend(zip(reuse.copied, (blocks[0] for blocks in new), strict=True))
+            pairs = zip(reuse.copied, (blocks[0] for blocks in new), strict=True)
+            found.copies.blocks.extend(pairs)
         if found.source == "swap":
             swapped = self.host.find(request_id)
             assert swapped is not None, f"request {request_id} is not on the host"
             for group, column, host in swapped.blocks:
-                found.swap_in.append((host, tables[group][column]))
+                found.swap_in.blocks.append((host, tables[group][column]))
             self.host.drop(request_id)
         if found.source == "prefix":
             held.published = found.num_tokens // size
+        if self.states is not None:
+            found = self._admit_state(request_id, num_tokens, reuse, stop, hashes)
+            held.room = min(held.room, self.states.room(request_id))
+        held.slides_next = self._slides_next(request_id)
+        return found
+
+    def _admit_state(
+        self,
+        request_id: str,
+        num_tokens: int,
+        reuse: _Reuse,
+        stop: int,
+        hashes: PrefixHashes | None,
+    ) -> Admitted:
+        """Hold the recurrent state of an admitted request, whose next step ends at `stop`."""
+        found, states = reuse.found, self.states
+        assert states is not None
+        if found.source == "swap":
+            stored, copies = states.swap_in(request_id, num_tokens)
+            found = replace(found, stored=stored)
+            found.swap_in.snapshots.extend(copies.snapshots)
+            found.swap_in.inputs.extend(copies.inputs)
+        else:
+            stored, copies = states.admit(
+                request_id,
+                found.num_tokens,
+                num_tokens,
+                hashes=hashes,
+                sibling=reuse.sibling,
+                junction=reuse.junction,
+            )
+            found = replace(found, stored=stored)
+            found.copies.inputs.extend(copies.inputs)
+        states.advance(request_id, stop)
         return found
 
     def grow(self, request_id: str, num_tokens: int) -> list[TableChange] | None:
@@ -209,13 +257,24 @@ class KVCache:
         missing = [max(0, columns - len(table)) for table in held.tables]
         if sum(missing) > self.pool.num_free:
             return None
+        if self.states is not None and not self.states.has_room(num_tokens, request_id):
+            return None
         changes: list[TableChange] = []
         for group, (table, count) in enumerate(zip(held.tables, missing, strict=True)):
             for block in self.pool.allocate(count):
                 changes.append((group, len(table), block))
                 table.append(block)
-        held.room = columns * self.block_size
+        held.room = min(map(len, held.tables)) * self.block_size
+        if self.states is not None:
+            changes += self._of_states(self.states.advance(request_id, num_tokens))
+            held.room = min(held.room, self.states.room(request_id))
+            held.slides_next = self._slides_next(request_id)
         return changes
+
+    def _of_states(self, changes: list[TableChange]) -> list[TableChange]:
+        """Return changes of the tables of recurrent state, which follow those of the groups."""
+        first = len(self._groups)
+        return [(first + table, column, entry) for table, column, entry in changes]
 
     def growing_groups(self, request_id: str, num_tokens: int, *, decodes: bool) -> int:
         """Count the groups in which a request may hold more blocks before it has `num_tokens`.
@@ -253,7 +312,9 @@ class KVCache:
                 table[begin:end] = [NULL_BLOCK] * (end - begin)
                 held.firsts[group] = end
                 changes += [(group, column, NULL_BLOCK) for column in range(begin, end)]
-        held.slides_next = self._slides_next(held)
+        if self.states is not None:
+            changes += self._of_states(self.states.slide(request_id, position))
+        held.slides_next = self._slides_next(request_id)
         return changes
 
     def release(self, request_id: str) -> None:
@@ -263,6 +324,8 @@ class KVCache:
         freed first, and evicted first.
         """
         held = self._held.pop(request_id, None)
+        if self.states is not None:
+            self.states.release(request_id)
         if held is not None:
             self.pool.free(
                 table[column]
@@ -278,23 +341,28 @@ class KVCache:
 
     def table_of(self, request_id: str) -> list[TableChange]:
         """Return the entries of a request's tables that hold a block, in all groups."""
+        states = [] if self.states is None else self.states.table_of(request_id)
         return [
             (group, column, block)
             for group, table in enumerate(self._held[request_id].tables)
             for column, block in enumerate(table)
             if block != NULL_BLOCK
-        ]
+        ] + self._of_states(states)
 
     def find(self, hashes: PrefixHashes, column: int, group: int) -> int | None:
         """Return the published block of a group with the contents of a sequence in a column."""
         return self.pool.find(hashes[column] + self._suffixes[group])
 
-    def publish(self, request_id: str, hashes: PrefixHashes, num_tokens: int) -> None:
+    def publish(
+        self, request_id: str, hashes: PrefixHashes, num_tokens: int, *, leaves: bool = False
+    ) -> None:
         """Make the full blocks of the request's first `num_tokens` tokens shareable.
 
         `hashes` must cover these tokens. Steps that compute them must be launched before any step
-        that reads them.
+        that reads them. `leaves`: whether the request is about to lose its blocks.
         """
+        if self.states is not None:
+            self.states.publish(request_id, hashes, num_tokens, leaves=leaves)
         held, end = self._held[request_id], num_tokens // self.block_size
         if end > held.published:
             for suffix, table, first in zip(self._suffixes, held.tables, held.firsts, strict=True):
@@ -310,6 +378,8 @@ class KVCache:
         """
         assert num_tokens > 0, f"request {request_id} has no token to verify"
         held, end = self._held[request_id], num_tokens // self.block_size
+        if self.states is not None:
+            self.states.verify(request_id, hashes, num_tokens)
         if end > held.verified:
             for group, suffix in enumerate(self._suffixes):
                 first = self._first_column(group, num_tokens - 1)
@@ -325,13 +395,27 @@ class KVCache:
         for suffix in self._suffixes:
             for column in range(num_tokens // self.block_size, len(hashes)):
                 self.pool.withdraw(hashes[column] + suffix)
+        if self.states is not None:
+            self.states.withdraw(hashes, num_tokens)
 
-    def swap_out(self, request_id: str, num_tokens: int) -> list[tuple[int, int]] | None:
+    def forget_contents(self) -> None:
+        """Stop sharing everything that is cached."""
+        self.pool.forget_contents()
+        if self.states is not None:
+            self.states.snapshots.forget_contents()
+
+    def drop_swapped(self, request_id: str) -> None:
+        """Free what a preempted request has on the host, if it has anything."""
+        self.host.drop(request_id)
+        if self.states is not None:
+            self.states.drop(request_id)
+
+    def swap_out(self, request_id: str, num_tokens: int) -> Copies | None:
         """Release a request and reserve host blocks for its `num_tokens` computed tokens.
 
         Returns:
-            (block, host block) to copy before the blocks are written again; None if the host cache
-            has too few free blocks, in which case nothing has changed.
+            What to copy, to the host, before it is written again; None if the host cache has too
+            few free blocks, in which case nothing has changed.
         """
         places = [  # that the next token reads
             (group, column)
@@ -341,10 +425,18 @@ class KVCache:
         hosts = self.host.put(request_id, num_tokens, places)
         if hosts is None:
             return None
+        copies: Copies | None = Copies.none()
+        if self.states is not None:
+            copies = self.states.swap_out(request_id, num_tokens)
+            if copies is None:
+                self.host.drop(request_id)
+                return None
+        assert copies is not None
         tables = self._held[request_id].tables
         blocks = [tables[group][column] for group, column in places]
+        copies.blocks.extend(zip(blocks, hosts, strict=True))
         self.release(request_id)
-        return list(zip(blocks, hosts, strict=True))
+        return copies
 
     def _columns(self, num_tokens: int) -> int:
         """Columns of the table of a request of `num_tokens` tokens."""
@@ -354,15 +446,14 @@ class KVCache:
         """First column that the token at `position` reads or writes in a group."""
         return self._groups[group].first_column(position, self.block_size)
 
-    def _slides_next(self, held: _Held) -> int:
+    def _slides_next(self, request_id: str) -> int:
         """Return the first position at which `slide` frees a block."""
-        return min(
-            (
-                (held.firsts[group] + 1) * self.block_size + window - 1
-                for group, window in self._windows
-            ),
-            default=sys.maxsize,
+        firsts = self._held[request_id].firsts
+        states = sys.maxsize if self.states is None else self.states.slides_next(request_id)
+        windows = (
+            (firsts[group] + 1) * self.block_size + window - 1 for group, window in self._windows
         )
+        return min(states, *windows, sys.maxsize)
 
     # Finds the tokens that an admitted request need not compute. Changes nothing.
     #
@@ -403,9 +494,16 @@ class KVCache:
         columns = most // self.block_size
         if hashes is not None and columns * self.block_size > best.found.num_tokens:
             tables = self._match(hashes, min(columns, len(hashes)))
+            junction = 0
+            if self.states is not None:  # of the longest prefix whose state is cached too
+                cached = len(tables[0])
+                while (count := self.states.find(hashes, len(tables[0]))) < len(tables[0]):
+                    junction, tables = cached, self._match(hashes, count)
             found = len(tables[0]) * self.block_size
             if found > best.found.num_tokens:
-                best = _Reuse(Admitted(found, "prefix"), tables)
+                best = _Reuse(Admitted(found, "prefix"), tables, junction=junction)
+            else:
+                best.junction = junction
         return best
 
     def _first_live(self, group: int, num_tokens: int) -> int:
@@ -415,6 +513,8 @@ class KVCache:
     def _fork(self, sibling: str, num_tokens: int) -> _Reuse | None:
         """Return the reuse of a sibling's tokens, or None if it has freed blocks of them."""
         held, count, tables = self._held[sibling], self._columns(num_tokens), []
+        if self.states is not None and not self.states.can_fork(sibling, num_tokens):
+            return None
         for group, (table, kept) in enumerate(zip(held.tables, held.firsts, strict=True)):
             first = self._first_live(group, num_tokens)
             if len(table) < count or first < min(count, kept):
@@ -422,7 +522,7 @@ class KVCache:
             tables.append([NULL_BLOCK] * first + table[first:count])
         partial = num_tokens % self.block_size != 0
         copied = [table.pop() for table in tables] if partial else []
-        return _Reuse(Admitted(num_tokens, "fork"), tables, copied)
+        return _Reuse(Admitted(num_tokens, "fork"), tables, copied, sibling)
 
     def _match(self, hashes: PrefixHashes, count: int) -> list[list[int]]:
         """Return tables of the published blocks, at most `count` columns, a sequence starts with.
@@ -490,10 +590,12 @@ class KVCache:
             full = [t for t, g in zip(held.tables, self._groups, strict=True) if not g.window]
             assert len({*map(len, full)}) <= 1, "a request grew in one group and not in another"
             room = min(map(len, held.tables)) * self.block_size
+            if self.states is not None:
+                room = min(room, self.states.room(request_id))
             assert held.room == room, (
                 f"request {request_id} counts room for {held.room} tokens, it has {room}"
             )
-            assert held.slides_next == self._slides_next(held), (
+            assert held.slides_next == self._slides_next(request_id), (
                 f"request {request_id} would not slide at the right time"
             )
         assert NULL_BLOCK not in holders, "a block table holds the null block"
@@ -506,4 +608,6 @@ class KVCache:
             f"{len(holders)} blocks are in block tables, {self.num_held_blocks} are held"
         )
         self.host.check_integrity()
+        if self.states is not None:
+            self.states.check_integrity()
         assert not any(self.host.find(r) for r in self._held), "a swapped request holds blocks"

@@ -68,7 +68,8 @@ class RowPlace(NamedTuple):
     snapshot: tuple[int, ...]
     """Of each part of a snapshot."""
     inputs: tuple[int, ...]
-    """Of each part of the inputs, which has `block_size` entries, one for each token."""
+    """Of each part of the inputs, divided by the tokens of a block: a part has an entry for each of
+    them."""
 
 
 class RowLayout(NamedTuple):
@@ -77,35 +78,30 @@ class RowLayout(NamedTuple):
     places: tuple[RowPlace, ...]
     snapshot_bytes: int
     """Of one snapshot of all states."""
-    input_bytes: int
-    """Of the inputs of one block of tokens."""
+    token_bytes: int
+    """Of the inputs of one token."""
 
 
 _ALIGNMENT = 64
 
 
-def row_layout(states: Sequence[RowState], block_size: int, itemsize: int) -> RowLayout:
+def row_layout(states: Sequence[RowState], itemsize: int) -> RowLayout:
     """Lay out the row states of a model one after the other, each part at a cache line.
 
-    Args:
-        states: of the operations of the model, in order.
-        block_size: tokens of a block.
-        itemsize: bytes of an element of the model's dtype.
+    `itemsize` is of the model's dtype.
     """
+    places, ends = [], [0, 0]
 
-    def place(parts: Sequence[StatePart], entries: int, at: int) -> tuple[tuple[int, ...], int]:
+    def place(kind: int, parts: Sequence[StatePart]) -> tuple[int, ...]:
         offsets = []
         for part in parts:
-            offsets.append(at)
-            at += -(-entries * part.nbytes(itemsize) // _ALIGNMENT) * _ALIGNMENT
-        return tuple(offsets), at
+            offsets.append(ends[kind])
+            ends[kind] += -(-part.nbytes(itemsize) // _ALIGNMENT) * _ALIGNMENT
+        return tuple(offsets)
 
-    places, snapshots, inputs = [], 0, 0
     for state in states:
-        own_snapshot, snapshots = place(state.snapshot, 1, snapshots)
-        own_inputs, inputs = place(state.inputs, block_size, inputs)
-        places.append(RowPlace(own_snapshot, own_inputs))
-    return RowLayout(tuple(places), snapshots, inputs)
+        places.append(RowPlace(place(0, state.snapshot), place(1, state.inputs)))
+    return RowLayout(tuple(places), *ends)
 
 
 @dataclass(frozen=True)

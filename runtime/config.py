@@ -175,6 +175,10 @@ class EngineConfig:
         host_cache_bytes: bytes of host memory (pinned for CUDA) for the blocks of preempted
             requests, which are copied there and back. 0, or without room: their blocks are freed,
             and their tokens computed again.
+        snapshot_bytes: bytes for cached snapshots of recurrent layers: the state after the prompt
+            or the output of a request, from which later requests with the same prefix begin. None:
+            two for each of `max_num_seqs`, or 64 MiB. 0: none, so that requests of models with
+            recurrent layers share no prefix. See docs/hybrid-models.md.
         max_model_len: maximum tokens of one sequence, prompt and output; None: the limit of model
             and cache.
         prefill_chunk: maximum prompt tokens per step; limits how long a prefill delays decoding.
@@ -238,6 +242,7 @@ class EngineConfig:
     max_num_seqs: Annotated[int, Range(1, MAX_ROWS)] = 16
     prefix_cache: bool = True
     host_cache_bytes: Annotated[int, Range(0, 1 << 60)] = 0
+    snapshot_bytes: Annotated[int, Range(0, 1 << 60)] | None = None
     max_model_len: Annotated[int, Range(1, 1 << 40)] | None = None
     prefill_chunk: Annotated[int, Range(1, 1 << 20)] = 512
     max_itl_ms: Annotated[float, Range(0, 3_600_000, above=True)] | None = None

@@ -31,6 +31,8 @@ class MemoryPlan:
     |---|---|
     | weights | parameters of the model, loaded already or not |
     | cache | the arena, null block included |
+    | row_state | recurrent state of `max_num_seqs` rows, if layers have any |
+    | snapshots | cached snapshots of recurrent state |
     | static_buffers | inputs, outputs and tables, allocated for the lifetime of the engine |
     | activations | peak of the intermediate results of a step |
     | logits | logits of `max_num_seqs` rows and the float32 copies that sampling makes |
@@ -151,6 +153,8 @@ class ModelFootprint:
         groups: the layer groups; each has its own block table.
         block_size: slots of a block.
         block_bytes: bytes of a block over all layers of a layer group, a drafter's included.
+        row_state_bytes: recurrent state of all rows, 0 without recurrent layers.
+        snapshot_bytes: snapshots of recurrent state that are cached beside it.
         max_num_seqs: rows of the decode batch.
         max_model_len: tokens of the longest request, unless the cache holds fewer.
         prefill_chunk: maximum prompt tokens of one step.
@@ -166,6 +170,7 @@ class ModelFootprint:
         graph_bytes: memory of captured steps, without their buffers.
         reserve_bytes: bytes to leave free.
         host_blocks: blocks of the host cache.
+        host_state_bytes: recurrent state of swapped requests on the host.
         host_shared: whether host and device share their memory, so that a budget covers both.
     """
 
@@ -176,6 +181,8 @@ class ModelFootprint:
     max_num_seqs: int
     max_model_len: int
     prefill_chunk: int
+    row_state_bytes: int = 0
+    snapshot_bytes: int = 0
     activation_bytes_fixed: int = 0
     activation_bytes_per_token: int = 0
     read_bytes_per_position: int = 0
@@ -186,6 +193,7 @@ class ModelFootprint:
     graph_bytes: int = 0
     reserve_bytes: int = 0
     host_blocks: int = 0
+    host_state_bytes: int = 0
     host_shared: bool = True
 
     @property
@@ -251,16 +259,18 @@ class ModelFootprint:
         decode = self.activation_bytes_per_token + self.read_bytes_per_position * positions
         most_tokens = max(prefill_tokens, self.max_num_seqs)
         static_buffers, host_buffers = self.buffer_bytes(prefill_tokens, row_blocks)
+        states = {"row_state": self.row_state_bytes, "snapshots": self.snapshot_bytes}
         return {
             "weights": self.weight_bytes,
             "cache": self.block_bytes * num_blocks,
+            **(states if self.row_state_bytes else {}),
             "static_buffers": static_buffers,
             "activations": self.activation_bytes_fixed + max(prefill, decode * self.max_num_seqs),
             "logits": self.logits_bytes_fixed + self.logits_bytes_per_row * self.max_num_seqs,
             "attention_masks": self.mask_bytes_per_token_position * most_tokens * positions,
             "captured_graphs": self.graph_bytes,
             "reserve": self.reserve_bytes,
-            "host_cache": self.block_bytes * self.host_blocks,
+            "host_cache": self.block_bytes * self.host_blocks + self.host_state_bytes,
             "host_buffers": host_buffers,
         }
 
@@ -396,6 +406,8 @@ def _last(candidates: range, ceiling: int, cost: Callable[[int], int]) -> int:
 
 _FIELDS = {
     "cache": ("kv_dtype", "block_size"),
+    "row_state": ("max_num_seqs",),
+    "snapshots": ("snapshot_bytes", "max_num_seqs"),
     "static_buffers": ("max_num_seqs", "max_batch_tokens"),
     "activations": ("max_batch_tokens", "prefill_chunk"),
     "logits": ("max_num_seqs",),

@@ -428,8 +428,8 @@ class StepLoop:
                 counts["queried_tokens"] += request.num_tokens
                 counts["hit_tokens"] += found.num_tokens
             counts["forks"] += found.source == "fork"
-            counts["copied_blocks"] += len(found.copies)
-            counts["swapped_in"] += len(found.swap_in)
+            counts["copied_blocks"] += len(found.copies.blocks)
+            counts["swapped_in"] += len(found.swap_in.blocks)
         if not (plan.prefill or plan.decode):
             return None
         pool = self.scheduler.cache.pool
@@ -465,18 +465,19 @@ class StepLoop:
         except Exception as error:
             self._note_failed_copies("to the host", error)
             for preemption in plan.preempted:
-                cache.host.drop(preemption.request.id)
+                cache.drop_swapped(preemption.request.id)
         else:
             for preemption in plan.preempted:
-                cache.counts["swapped_out"] += len(preemption.swap_out or ())
+                if preemption.swap_out is not None:
+                    cache.counts["swapped_out"] += len(preemption.swap_out.blocks)
         try:
             blocks.copy_in(plan)
         except Exception as error:
             self._note_failed_copies("to admitted requests", error)
             for admission in tuple(plan.admitted):
-                if admission.found.copies:
+                if admission.found.copies.total:
                     admission.request.may_fork = False
-                if admission.found.copies or admission.found.swap_in:
+                if admission.found.copies.total or admission.found.swap_in.total:
                     self.scheduler.undo(plan, admission)
 
     def _note_failed_copies(self, where: str, error: Exception) -> None:

@@ -19,10 +19,11 @@ from typing import NamedTuple
 
 import torch
 
-from ...cache.arena import Arena
+from ...cache.arena import Arena, StateMemory
 from ...cache.memory.device_memory import resident_bytes
 from ...cache.memory.handler import ModelFootprint
-from ...cache.spec import LayerGroup
+from ...cache.row_states import RowPools
+from ...cache.spec import LayerGroup, RowLayout, row_layout
 from ...graphs.buffers import allocated_bytes
 from ..errors import ConfigError
 from ..execution.inputs import DeviceRows, input_layouts
@@ -67,6 +68,58 @@ class FoundDrafter(NamedTuple):
     """Its layers; the index names the model's layer group whose block tables it uses."""
 
 
+class StatePlan(NamedTuple):
+    """The memory of recurrent state of an engine."""
+
+    layout: RowLayout
+    pools: RowPools
+    row_bytes: int
+    """Bytes of what all rows need."""
+    snapshot_bytes: int
+    """Bytes of snapshots that are cached besides."""
+    host_bytes: int
+    """Of swapped requests."""
+
+    @staticmethod
+    def of(plan: ModelPlan, config: ResolvedConfig) -> StatePlan | None:
+        """Return the memory of a model; None if it has no recurrent layers."""
+        user = config.user
+        if not plan.row_states:
+            return None
+        layout = row_layout(plan.row_states, config.dtype.itemsize)
+        snapshot, inputs = layout.snapshot_bytes, layout.token_bytes * user.block_size
+        kept = user.snapshot_bytes
+        if kept is None:
+            kept = max(2 * user.max_num_seqs * snapshot, _SNAPSHOT_BYTES)
+        cached = min(kept // snapshot, _MOST_SNAPSHOTS) if user.prefix_cache else 0
+        # Half of the host's memory is for state, at most that of all rows.
+        swapped = min(user.host_cache_bytes // 2 // (snapshot + inputs), 2 * user.max_num_seqs)
+        pools = RowPools.of(
+            user.max_num_seqs,
+            min(config.max_prefill_rows, user.max_num_seqs),
+            user.block_size,
+            ahead=config.tokens_ahead,
+            cached=cached,
+            host=swapped,
+        )
+        total = pools.snapshots * snapshot + pools.inputs * inputs
+        cached_bytes = cached * snapshot
+        return StatePlan(
+            layout, pools, total - cached_bytes, cached_bytes, swapped * (snapshot + inputs)
+        )
+
+    def memory(self, config: ResolvedConfig, device: torch.device | None = None) -> StateMemory:
+        """Allocate it, on the device of the engine or another one."""
+        size = config.user.block_size
+        return StateMemory(self.layout, self.pools, size, device or config.device)
+
+
+_SNAPSHOT_BYTES = 64 << 20
+"""Cached snapshots of models whose snapshots are small, such as convolutions."""
+
+_MOST_SNAPSHOTS = 1 << 16
+
+
 def weight_bytes(plan: ModelPlan, kernels: Kernels, dtype: torch.dtype) -> int:
     """Return the bytes of all parameters as the kernels store them."""
     return sum(parameter_bytes(parameter, kernels, dtype) for parameter in plan.parameters())
@@ -109,6 +162,8 @@ def model_footprint(
             f"host_cache_bytes={user.host_cache_bytes} has no room for a block, which takes"
             f" {block_bytes} bytes: raise it, or set it to 0 for no host cache"
         )
+    states = StatePlan.of(plan_of(model), config)
+    host_states = 0 if states is None else states.host_bytes
     on_cpu = config.device.type == "cpu"
     heap = CPU_HEAP_FACTOR if on_cpu else Fraction(1)
     steps = StepSizes.choose(config, kernels).keys()
@@ -123,6 +178,8 @@ def model_footprint(
         groups=groups,
         block_size=user.block_size,
         block_bytes=block_bytes,
+        row_state_bytes=0 if states is None else states.row_bytes,
+        snapshot_bytes=0 if states is None else states.snapshot_bytes,
         max_num_seqs=user.max_num_seqs,
         max_model_len=config.max_model_len,
         prefill_chunk=config.prefill_chunk,
@@ -148,7 +205,8 @@ def model_footprint(
         if config.mode == "graph"
         else 0,
         reserve_bytes=RESERVE_BYTES[config.device.type],
-        host_blocks=user.host_cache_bytes // block_bytes,
+        host_blocks=(user.host_cache_bytes - host_states) // block_bytes,
+        host_state_bytes=host_states,
         host_shared=host_shared,
     )
 
@@ -254,7 +312,7 @@ def _buffer_bytes(model: DecoderConfig, config: ResolvedConfig, num_groups: int)
     state = DeviceRows.of(config, model, num_groups, _META)
     hidden, scores = PromptScorer.allocate(config.prefill_chunk, model, config.dtype, _META)
     assert scores.packed is not None
-    layouts = input_layouts(config, num_groups, model.hidden_size)
+    layouts = input_layouts(config, len(state.block_tables), model.hidden_size)
     inputs = sum(allocated_bytes(specs, config.device) for specs in layouts.values())
     device = state.nbytes + inputs + hidden.nbytes + scores.packed.nbytes
     if config.device.type == "cpu":

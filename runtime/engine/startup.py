@@ -82,6 +82,7 @@ from .memory import (
     CapturePeaks,
     FoundDrafter,
     Phase,
+    StatePlan,
     StepMemory,
     logged_phase,
     measure_steps,
@@ -207,7 +208,12 @@ def _with_codes(
     return found and found._replace(config=keep_codes(found.config, kernels, dtype))
 
 
-_TERM_OF_PHASE = {"load": "weights", "cache": "cache", "static_buffers": "static_buffers"}
+_TERM_OF_PHASE = {
+    "load": "weights",
+    "cache": "cache",
+    "row_state": "row_state",
+    "static_buffers": "static_buffers",
+}
 """The phases of a start that allocate permanent memory of the device, and its term."""
 
 
@@ -285,6 +291,9 @@ class EngineParts:
             if drafter is not None:
                 held["weights"] += drafter.drafter.weight_bytes
                 held["cache"] += drafter.arena.nbytes
+            if (states := runner.state.memory) is not None:
+                cached = self.plan.terms["snapshots"]
+                held |= {"row_state": states.nbytes - cached, "snapshots": cached}
         held |= {
             "captured_graphs": 0,
             "host_cache": runner.host_cache_nbytes,
@@ -661,8 +670,12 @@ def start_parts(
     if plan.host_blocks:
         with log("host_cache"):
             host = HostArena(arena, plan.host_blocks)
+    state_plan, states = StatePlan.of(plan_of(found.config), resolved), None
+    if state_plan is not None:
+        with log("row_state"):
+            states = state_plan.memory(resolved)
     with log("static_buffers"):
-        runner = Runner(model, resolved, arena, groups, host, group, drafting)
+        runner = Runner(model, resolved, arena, groups, host, group, drafting, states)
     compiled_kernels = None
     if resolved.device.type == "cuda" and resolved.mode != "eager" and find_spec("triton"):
         with log("compile_kernels"):
@@ -722,12 +735,14 @@ def make_loop(parts: EngineParts) -> StepLoop:
     if times is not None and config.speculation is not None:
         kind = DrafterSpeculator if config.speculation.uses_drafter else LookupSpeculator
         speculator = kind(config.speculation, times, is_async_device=config.is_async_device)
+    states = StatePlan.of(plan_of(parts.model.config), config)
     cache = KVCache(
         parts.groups,
         parts.plan.num_blocks,
         config.user.block_size,
         chunk=config.prefill_chunk,
         host_blocks=parts.plan.host_blocks,
+        row_pools=None if states is None else states.pools,
     )
     scheduler = Scheduler(
         cache,

@@ -25,8 +25,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ...cache.arena import StateMemory
 from ...graphs.buffers import StaticBuffers, TensorSpec
 from ...profiling import ranges
+from ..kernels.ops.batch import RowStates
 from ..mask_words import MASK_BITS
 from ..models.config import DecoderConfig
 from ..models.plan import plan_of
@@ -106,6 +108,11 @@ class DeviceRows:
     drafts: torch.Tensor | None = None
     """int64 `[R, K]`: what a drafter proposed last to follow the newest token; 0 where a row has
     none. None without a drafter, or if the host always sends the drafts."""
+    stored: torch.Tensor | None = None
+    """int64 `[R]`: the last block column whose snapshot of recurrent state is stored. None without
+    recurrent layers; with them, the last two `block_tables` are of snapshots and inputs."""
+    memory: StateMemory | None = None
+    """Of recurrent state."""
 
     @classmethod
     def allocate(
@@ -119,12 +126,16 @@ class DeviceRows:
         rope_by_length: bool = False,
         masks: MaskState | None = None,
         drafts: int = 0,
+        recurrent: bool = False,
+        memory: StateMemory | None = None,
     ) -> DeviceRows:
         """Allocate the state of `max_num_seqs` rows and the null row.
 
-        `masks`: token masks, if steps may have any. `drafts`: those that a row keeps.
+        `masks`: token masks, if steps may have any. `drafts`: those that a row keeps. `recurrent`:
+        whether layers have recurrent state, in `memory`.
         """
         rows = max_num_seqs + 1
+        num_groups += 2 * recurrent
 
         def ints(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -137,11 +148,18 @@ class DeviceRows:
             rope_lengths=ints(rows) if rope_by_length else None,
             masks=masks,
             drafts=ints(rows, drafts) if drafts else None,
+            stored=ints(rows) if recurrent else None,
+            memory=memory,
         )
 
     @classmethod
     def of(
-        cls, config: ResolvedConfig, model: DecoderConfig, num_groups: int, device: torch.device
+        cls,
+        config: ResolvedConfig,
+        model: DecoderConfig,
+        num_groups: int,
+        device: torch.device,
+        memory: StateMemory | None = None,
     ) -> DeviceRows:
         """Allocate the state of an engine, or of one rank; `num_groups`: layer groups."""
         return cls.allocate(
@@ -153,6 +171,8 @@ class DeviceRows:
             rope_by_length=plan_of(model).rope_by_length,
             masks=MaskState.of(config, model, device),
             drafts=config.kept_drafts,
+            recurrent=bool(plan_of(model).row_states),
+            memory=memory,
         )
 
     @property
@@ -167,7 +187,7 @@ class DeviceRows:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return every tensor by name."""
-        found = {f.name: getattr(self, f.name) for f in fields(self)}
+        found = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "memory"}
         for name in ("sampling", "masks"):
             if part := found.pop(name):
                 found |= {f"{name}.{f.name}": getattr(part, f.name) for f in fields(part)}
@@ -201,10 +221,37 @@ class DeviceRows:
         if self.drafts is not None:
             self.drafts[:, : drafts_BK.shape[1]].index_put_((rows_B,), drafts_BK)
 
-    def forget_drafts(self, row: int) -> None:
-        """Remove the drafts of a row's last request."""
+    @property
+    def row_states(self) -> RowStates | None:
+        """The recurrent state as layers read it."""
+        if self.stored is None or self.memory is None:
+            return None
+        *_, snapshot_tables, input_tables = self.block_tables.unbind()
+        memory = self.memory
+        return RowStates(
+            memory.snapshots, memory.inputs, snapshot_tables, input_tables, self.stored
+        )
+
+    def store_states(
+        self, rows_B: torch.Tensor, positions_B: torch.Tensor, block_size: int
+    ) -> None:
+        """Note that a step has stored the snapshots up to the blocks of these positions."""
+        if self.stored is not None:
+            columns_B = torch.where(rows_B == self.null_row, 0, positions_B // block_size)
+            self.stored.index_put_((rows_B,), columns_B)
+
+    def take_row(self, row: int, rope_length: int, stored: int) -> None:
+        """Forget what is left of a row's last request, and begin with that of the next one.
+
+        `stored` is the last column of its recurrent state that is stored.
+        """
         if self.drafts is not None:
             self.drafts[row].zero_()
+        if self.rope_lengths is not None:
+            self.rope_lengths[row] = rope_length
+        if self.stored is not None:  # columns without an entry are skipped, so none may be left
+            self.stored[row] = stored
+            self.block_tables[-2:, row].zero_()
 
     def update_tables(self, updates_U4: torch.Tensor) -> None:
         """Write (group, row, column, block) entries into the block tables."""

@@ -12,14 +12,15 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial, wraps
-from itertools import chain, repeat
+from itertools import repeat
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Concatenate, Literal, NamedTuple, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
 
-from ...cache.arena import Arena, HostArena
+from ...cache.arena import Arena, CopyKind, HostArena, StateMemory
 from ...cache.blocks import NULL_BLOCK
+from ...cache.row_states import Copies
 from ...cache.spec import LayerGroup
 from ...graphs.steps import CudaGraphCapturer, Step, StepLibrary
 from ...profiling import ranges
@@ -51,8 +52,6 @@ from .token_masks import TokenMasks
 
 if TYPE_CHECKING:
     from ..kernels.triton.precompile import CompiledKernels
-
-BlockCopy = Literal["within", "to_host", "from_host"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -93,9 +92,11 @@ class BlockCopies:
         arena: Arena,
         host: HostArena | None,
         drafter: DrafterCache | None,
+        states: StateMemory | None,
         send: Callable[..., None],
     ) -> None:
         """Copy blocks of these arenas; see `Runner`. `send`: to the other ranks, on rank 0."""
+        self.states = states
         self.arenas = [(arena, host)]
         """Each with the arena for swapped requests; None: no swapping."""
         if drafter is not None:
@@ -130,24 +131,31 @@ class BlockCopies:
 
     def swap_out(self, plan: StepPlan) -> None:
         """Issue the copies of preempted requests to the host, before any write to the blocks."""
-        self._copy_all("to_host", [preemption.swap_out or () for preemption in plan.preempted])
+        self._copy_all("to_host", [preemption.swap_out for preemption in plan.preempted])
 
     def copy_in(self, plan: StepPlan) -> None:
         """Issue the copies for admitted requests: forked blocks, and blocks from the host."""
         self._copy_all("within", [admission.found.copies for admission in plan.admitted])
         self._copy_all("from_host", [admission.found.swap_in for admission in plan.admitted])
 
-    def _copy_all(self, kind: BlockCopy, copies: Iterable[Iterable[tuple[int, int]]]) -> None:
-        pairs = [*chain.from_iterable(copies)]
-        if pairs:
+    def _copy_all(self, kind: CopyKind, copies: Iterable[Copies | None]) -> None:
+        merged = Copies.none()
+        for each in copies:
+            if each is not None:
+                for pairs, own in zip(merged, each, strict=True):
+                    pairs.extend(own)
+        if merged.total:
             name = ranges.FORK if kind == "within" else ranges.SWAP
-            with ranges.span(name, len(pairs)):
+            with ranges.span(name, merged.total):
                 self.zero_new()
-                self._send("copy_blocks", kind, pairs)
-                self.copy(kind, pairs)
+                self._send("copy_blocks", kind, merged)
+                self.copy(kind, merged)
 
-    def copy(self, kind: BlockCopy, pairs: Sequence[tuple[int, int]]) -> None:
-        """Issue the copies of (source, destination) blocks on this rank."""
+    def copy(self, kind: CopyKind, copies: Copies) -> None:
+        """Issue the copies on this rank."""
+        if self.states is not None:
+            self.states.copy(kind, copies)
+        pairs = copies.blocks
         for arena, host in self.arenas:
             if kind == "within":
                 arena.copy_blocks(pairs)
@@ -162,8 +170,9 @@ class BlockCopies:
 class RankPlan(NamedTuple):
     """What every rank runs of a plan, as plain data."""
 
-    joined: list[tuple[int, int, RowParameters]]
-    """Row, rope length and sampling parameters of each request that gets a row."""
+    joined: list[tuple[int, int, int, RowParameters]]
+    """Of each request that gets a row: the row, the rope length, the last column of recurrent state
+    that is stored, and the sampling parameters."""
     rows: list[int]
     """The rows that decode."""
     table_updates: Sequence[TableUpdate]
@@ -288,17 +297,21 @@ class Runner:
         host: HostArena | None = None,
         group: RankGroup | None = None,
         drafter: DrafterCache | None = None,
+        states: StateMemory | None = None,
     ) -> None:
         """Allocate row state and input buffers of the sizes of `config`.
 
         Swapped requests go to the arena `host`. Without a `drafter`, steps propose nothing.
+        `states` is the memory of recurrent state, if the model has any.
         """
         device = config.device
         self.device = device
         self.group = group
-        self.state = DeviceRows.of(config, model.config, len(groups), device)
+        self.state = DeviceRows.of(config, model.config, len(groups), device, states)
         self.null_row = self.state.null_row
-        self._writer = InputWriter(config, len(groups), model.config.hidden_size, self.state)
+        self._writer = InputWriter(
+            config, len(self.state.block_tables), model.config.hidden_size, self.state
+        )
         self.masks: TokenMasks | None = None
         if self.state.masks is not None:
             self.masks = TokenMasks(
@@ -327,7 +340,7 @@ class Runner:
         self.drafter = drafter
         # Not a method of the runner, which would be in a cycle and outlive its engine.
         send = (lambda *_: None) if group is None else group.send
-        self.blocks = BlockCopies(arena, host, drafter, send)
+        self.blocks = BlockCopies(arena, host, drafter, states, send)
         self._addresses = self.addresses()
         self.sizes = StepSizes.choose(config, model.kernels)
         make_functions = partial(
@@ -388,7 +401,8 @@ class Runner:
     @property
     def host_cache_nbytes(self) -> int:
         """Bytes of the arenas for swapped requests."""
-        return sum(host.nbytes for _, host in self.blocks.arenas if host is not None)
+        states = 0 if self.state.memory is None else self.state.memory.host_nbytes
+        return states + sum(host.nbytes for _, host in self.blocks.arenas if host is not None)
 
     def addresses(self) -> dict[str, int]:
         """Return the address of everything that captured steps and copies read or write."""
@@ -398,6 +412,9 @@ class Runner:
             found[f"arena {number}"] = arena.tensor.data_ptr()
             if host is not None:
                 found[f"host arena {number}"] = host.address
+        if self.state.memory is not None:
+            found["snapshots"] = self.state.memory.snapshots.data_ptr()
+            found["state inputs"] = self.state.memory.inputs.data_ptr()
         return found
 
     def check_integrity(self) -> None:
@@ -499,8 +516,9 @@ class Runner:
             operator_threads.limit_threads(self.threads)  # another engine has set its own
         if work.joined:
             with ranges.span(ranges.PREPARE, len(work.joined)):
-                for joined in work.joined:
-                    self._take_row(*joined)
+                for *joined, parameters in work.joined:
+                    self.state.take_row(*joined)
+                    self.state.sampling.store_row(joined[0], parameters)
         parts, writer = work.parts, self._writer
         if work.table_updates or work.chunks or work.rows != writer.decode_rows:
             writer.write(work.rows, work.table_updates, work.chunks, parts[-1].key.size)
@@ -634,7 +652,7 @@ class Runner:
         """Replace the last sampled token of a row."""
         self.state.token_ids[row] = token_id
 
-    def _joined(self, admission: Admission) -> tuple[int, int, RowParameters]:
+    def _joined(self, admission: Admission) -> tuple[int, int, int, RowParameters]:
         """Return what the row of an admitted request gets; see `RankPlan.joined`."""
         request = admission.request
         parameters = self.state.sampling.row_parameters(
@@ -644,14 +662,7 @@ class Runner:
             output_ids=request.output_ids,
             stop_token_ids=sorted(request.stop_token_ids),
         )
-        return admission.row, request.rope_length, parameters
-
-    def _take_row(self, row: int, rope_length: int, parameters: RowParameters) -> None:
-        """Overwrite a row's sampling parameters and rope length, and forget its drafts."""
-        self.state.forget_drafts(row)
-        if self.state.rope_lengths is not None:
-            self.state.rope_lengths[row] = rope_length
-        self.state.sampling.store_row(row, parameters)
+        return admission.row, request.rope_length, admission.found.stored, parameters
 
     @_on_all_ranks
     def place_drafts(self, rows: int, drafts: int) -> None:

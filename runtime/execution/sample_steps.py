@@ -17,8 +17,9 @@ from typing import NamedTuple
 
 import torch
 
-from ...cache.arena import Arena
-from ...cache.spec import group_layers
+from ...cache.arena import Arena, StateMemory
+from ...cache.row_states import RowPools
+from ...cache.spec import group_layers, row_layout
 from ...graphs.buffers import StaticBuffers
 from ..kernels import Kernels
 from ..kernels.choice import Parts
@@ -191,6 +192,11 @@ class SampleSteps:
         self.arena, self.views = arena.tensor, arena.views
         rows = max(config.user.max_num_seqs, max(len(case.chunks) for case in cases))
         columns = max(case.key.read_blocks for case in cases)
+        self._row_states, memory = model_plan(model).row_states, None
+        if self._row_states:
+            pools = RowPools(1 + rows * columns, 1 + rows * columns, ahead=1)
+            places = row_layout(self._row_states, config.dtype.itemsize)
+            memory = StateMemory(places, pools, size, device)
         self.state = DeviceRows.allocate(
             rows,
             len(self.groups),
@@ -198,6 +204,8 @@ class SampleSteps:
             model.vocab_size,
             device,
             rope_by_length=self.model.plan.rope_by_length,
+            recurrent=memory is not None,
+            memory=memory,
         )
         layout = StepInputs.layout(
             max_num_seqs=rows,
@@ -244,6 +252,7 @@ class SampleSteps:
             self.arena.fill_(255)  # any 8-bit values, with NaN scales
         for view in self.views:
             view[:, :, 0].zero_()
+        self._fill_states(case, numbers)
         nowhere = self.views[0].shape[2] - 1
         tables = torch.full(self.state.block_tables.shape, nowhere, dtype=torch.int32)
         tables[:, self.state.null_row] = 0
@@ -265,7 +274,37 @@ class SampleSteps:
                 for side in self.views[places[layer].layout][places[layer].position]:
                     x = torch.randn(shape, generator=numbers, device=device)
                     write_blocks(side, slots_S, x.to(self.model.dtype), size, self._storage)
-        self.state.block_tables.copy_(tables)
+        self.state.block_tables[: len(self.groups)].copy_(tables[: len(self.groups)])
+
+    def _fill_states(self, case: SampleCase, numbers: torch.Generator) -> None:
+        """Give every column of the rows random recurrent state; decode steps begin in a block
+        whose snapshot is not stored yet."""
+        memory, state, size = self.state.memory, self.state, self._block_size
+        if memory is None or state.stored is None:
+            return
+        layout = row_layout(self._row_states, self.model.dtype.itemsize)
+        for own, place in zip(self._row_states, layout.places, strict=True):
+            for tensor, parts, offsets, entries in (
+                (memory.snapshots, own.snapshot, place.snapshot, 1),
+                (memory.inputs, own.inputs, place.inputs, size),
+            ):
+                for part, at in zip(parts, offsets, strict=True):
+                    dtype = self.model.dtype if part.dtype == "model" else torch.float32
+                    count = entries * math.prod(part.shape)
+                    drawn = torch.randn(
+                        len(tensor) - 1, count, generator=numbers, device=tensor.device
+                    )
+                    start, stop = at * entries, at * entries + count * dtype.itemsize
+                    # Decays are logarithms, so large numbers would not stay finite.
+                    values = (0.1 * drawn).to(dtype).view(torch.uint8)
+                    tensor[1:, start:stop].copy_(values)
+        rows, columns = state.block_tables.shape[1] - 1, state.block_tables.shape[2]
+        tables = 1 + torch.arange(rows * columns, dtype=torch.int32).view(rows, columns)
+        state.block_tables[-2:, :rows].copy_(tables.to(state.block_tables.device))
+        state.stored.zero_()
+        for row, (start, _) in enumerate(case.chunks):
+            before = case.key.phase == "decode" and start >= size
+            state.stored[row] = start // size - before
 
     def stored(self) -> torch.Tensor:
         """Return all cached vectors except padding, flat; NaN where nothing was written."""

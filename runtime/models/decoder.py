@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ...cache.arena import Storage, arena_views
-from ...cache.spec import LayerGroup, layouts
+from ...cache.spec import LayerGroup, RowPlace, layouts, row_layout
 from ..bounded_repr import bounded_text
 from ..errors import CheckpointError
 from ..kernels import DecodeStep, Experts, Kernels, LayerPlace, PackedMemory, RaggedBatch, Stack
@@ -128,16 +128,18 @@ class Layer(nn.Module):
         plan: LayerPlan,
         kernels: Kernels,
         places: Iterator[LayerPlace],
+        row_places: Iterator[RowPlace],
         storage: Storage,
     ) -> None:
-        """Bind the operations; each takes the places of its states in the cache."""
+        """Bind the operations; each takes the places of its states."""
         super().__init__()
         self._operations: list[tuple[str, Run | float, tuple[str, ...], str]] = []
         """Name and function of each operation (of residual additions, the factor of the value), and
         the names of the values that it reads and writes."""
         for op in plan.operations:
             own = tuple(next(places) for _ in op.states)
-            to = Binding(self._module, kernels, own, storage)
+            row_place = None if op.row_state is None else next(row_places)
+            to = Binding(self._module, kernels, own, storage, row_place)
             run = op.scale if isinstance(op, Residual) else op.bind(to)
             self._operations.append((op.name, run, op.reads, op.writes))
 
@@ -318,8 +320,11 @@ class LayerStack(StoredModule):
         self.embedding_factor = plan.embedding_scale
         self._places = layer_places(groups)
         self._layouts = layouts(groups)
-        places = iter(self._places)
-        self.layers = nn.ModuleList(Layer(layer, kernels, places, storage) for layer in plan.layers)
+        self._row_places = row_layout(plan.row_states, dtype.itemsize).places
+        places, row_places = iter(self._places), iter(self._row_places)
+        self.layers = nn.ModuleList(
+            Layer(layer, kernels, places, row_places, storage) for layer in plan.layers
+        )
         self.norm = plan.norm.module()
         frequencies_KE = torch.stack([inverse_frequencies(r, plan.rope_dim) for r in ropes])
         self.inverse_frequencies = nn.Buffer(frequencies_KE.to(device), persistent=False)
@@ -356,6 +361,7 @@ class LayerStack(StoredModule):
             plan=self.plan,
             tensors={name: tensor.detach() for name, tensor in self.named_parameters()},
             places=self._places,
+            row_places=self._row_places,
             storage=self.storage,
             embedding_factor=self.embedding_factor,
             frequencies=self.inverse_frequencies,

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...cache.spec import PagedState
 from ..kernels import Kernels
 from ..kernels.ops.activation import Activate, ActivationName
 from ..kernels.ops.attention import Attend
+from ..kernels.ops.causal_conv import CausalConv
 from ..kernels.ops.experts import Experts
 from ..kernels.ops.latent import LatentQueries, LatentToValues
 from ..kernels.ops.layer_plan import LayerPlan, ModelPlan
@@ -26,7 +26,6 @@ from ..kernels.ops.norms import Norm, QKNorm
 from ..kernels.ops.operation import Operation, Residual
 from ..kernels.ops.parameter import ExpertRows, HeadRows, Parameter, Shape, Slice, Source
 from ..kernels.ops.rotation import Rotate
-from ..kernels.ops.short_conv import ShortConv
 from ..kernels.weights import INT4, MODEL
 from .config import DecoderConfig, LatentConfig, ModelConfig
 from .families import ExpertLayout, ExpertsConfig
@@ -228,11 +227,11 @@ def short_convolution(config: ModelConfig) -> Iterator[Operation]:
     yield linear("conv.inputs", inputs, hidden, biased, split=(hidden,) * 3)
     shape = (hidden, 1, config.conv_taps)
     bias = Parameter("conv.kernel.bias", (Source("conv.conv.bias", (hidden,)),))
-    yield ShortConv(
+    yield CausalConv(
         name="convolution",
         weight=Parameter("conv.kernel.weight", (Source("conv.conv.weight", shape),)),
         bias=bias if config.conv_bias else None,
-        state=PagedState(config.num_kv_heads, config.head_dim, config.conv_taps),
+        gated=True,
     )
     yield linear("conv.output", output, hidden, biased)
 

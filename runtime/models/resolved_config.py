@@ -107,6 +107,12 @@ class ResolvedConfig:
         return self.speculation.num_speculative_tokens
 
     @property
+    def tokens_ahead(self) -> int:
+        """Most tokens of a row that a step computes, and a drafter at its end."""
+        drafts = self.proposed_drafts
+        return max(self.tokens_per_row, default=1) + (drafts + 1 if drafts else 0)
+
+    @property
     def kept_drafts(self) -> int:
         """Drafts that each row keeps on the device, so that the next step can be planned before the
         host has read them; 0 where steps run synchronously."""
@@ -152,12 +158,8 @@ class ResolvedConfig:
                 " model",
                 field="max_model_len",
             )
-        if config.kv_dtype != "auto" and isinstance(model, ModelConfig) and model.conv_layers:
-            raise ConfigError(
-                f"kv_dtype={config.kv_dtype!r} does not support convolutions, whose inputs lie in"
-                " the cache in the model's dtype: use kv_dtype='auto'",
-                field="kv_dtype",
-            )
+        if plan_of(model).row_states:
+            _check_row_states(config)
         if config.weight_dtype == "int4" and not isinstance(model, ModelConfig):
             raise ConfigError(
                 "weight_dtype='int4' is for native families, and transformers makes the layers of"
@@ -195,6 +197,29 @@ class ResolvedConfig:
             speculation=None if config.speculation is None else Speculation.of(config.speculation),
             structured_output=resolve_masks(config, device, mode, kernels),
         )
+
+
+def _check_row_states(config: EngineConfig) -> None:
+    """Check that blocks and drafts suit recurrent layers. Raises `ConfigError`."""
+    if config.block_size > MOST_STATE_BLOCK:
+        raise ConfigError(
+            f"block_size={config.block_size} is too large for recurrent layers, which read the"
+            f" inputs of a block in each step: use at most {MOST_STATE_BLOCK}",
+            field="block_size",
+        )
+    if config.speculation is None:
+        return
+    drafts = Speculation.of(config.speculation).num_speculative_tokens
+    if drafts >= config.block_size:
+        raise ConfigError(
+            f"num_speculative_tokens={drafts} must be less than block_size={config.block_size}:"
+            " recurrent layers can take back the tokens of one block",
+            field="speculation",
+        )
+
+
+MOST_STATE_BLOCK = 64
+"""Largest block of models with recurrent layers, in tokens."""
 
 
 def resolve_masks(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ...cache.kv_cache import Admitted
+from ...cache.row_states import Copies
 from ..request import Request
 
 
@@ -24,8 +25,8 @@ class Preemption:
     """A request that loses its row and blocks and returns to the queue."""
 
     request: Request
-    swap_out: list[tuple[int, int]] | None
-    """(block, host block) pairs to copy before the step; None: recompute the tokens later."""
+    swap_out: Copies | None
+    """To make, to the host, before the step; None: recompute the tokens later."""
 
 
 @dataclass(frozen=True, slots=True)

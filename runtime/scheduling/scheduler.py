@@ -64,10 +64,11 @@ class PrefixPublisher:
         """Return the number of computed tokens at which a request's next block is full."""
         return self._at.get(request, sys.maxsize)
 
-    def publish(self, request: Request, *, ends: bool = False) -> None:
+    def publish(self, request: Request, *, ends: bool = False, leaves: bool = False) -> None:
         """Publish the full blocks that launched steps have computed for a running request.
 
         With `ends`, the logits after its last token will not be read, so that token is excluded.
+        A request `leaves` if it loses its blocks, as one that ends does.
         """
         if request not in self._at:
             return
@@ -79,7 +80,7 @@ class PrefixPublisher:
         if hashes is None:
             return
         size = self._cache.block_size
-        self._cache.publish(request.id, hashes, known)
+        self._cache.publish(request.id, hashes, known, leaves=ends or leaves)
         if verified:
             self._cache.verify(request.id, hashes, verified)
         if known < len(request.prompt_ids) + size:
@@ -285,7 +286,7 @@ class Scheduler:
             self._leave(request)
             self.cache.release(request.id)
             return
-        self.cache.host.drop(request.id)
+        self.cache.drop_swapped(request.id)
         self._stop_waiting(request)
 
     def on_paused(self, request: Request) -> None:
@@ -347,7 +348,7 @@ class Scheduler:
 
     def forget_contents(self) -> None:
         """Clear the prefix cache, and exclude tokens computed so far from later sharing."""
-        self.cache.pool.forget_contents()
+        self.cache.forget_contents()
         self.publisher.forget_contents()
         for request in (*self._running.rows, *self._waiting, *self._paused):
             request.prefix_hashes = None
@@ -480,7 +481,7 @@ class Scheduler:
         """Before an admission: let a sequence that became too long be computed for its length."""
         if request.num_tokens <= request.outgrown_at:
             return
-        self.cache.host.drop(request.id)
+        self.cache.drop_swapped(request.id)
         request.rope_length = request.num_tokens
         request.outgrown_at = self._rope_lengths.outgrown_at(request.rope_length)
         if request.prefix_hashes is not None:
@@ -508,7 +509,7 @@ class Scheduler:
             self._outgrow(head)
             # All tokens of the prompt but the last, whose logits it needs to sample its own token.
             shared, siblings = len(head.prompt_ids) - 1, self._may_fork(head)
-            ready = [(s.id, shared) for s in siblings if s.num_computed >= shared]
+            ready = [(s.id, shared) for s in siblings if s.num_computed > shared]
             if siblings and not ready:
                 passed += 1
                 continue
@@ -568,7 +569,7 @@ class Scheduler:
 
     def _preempt(self, plan: StepPlan, victim: Request, *, may_swap: bool = True) -> None:
         plan.prefill = [chunk for chunk in plan.prefill if chunk.request is not victim]
-        self.publisher.publish(victim)
+        self.publisher.publish(victim, leaves=True)
         pairs = None
         num_tokens = victim.least_computed
         if may_swap and num_tokens and self.cache.host.num_blocks:

@@ -39,6 +39,7 @@ from ...graphs.buckets import Buckets
 from ...graphs.buffers import TensorSpec
 from ...profiling.command_line import aligned
 from ..config import EngineConfig
+from ..engine.memory import StatePlan
 from ..engine.startup import find_engine_drafter
 from ..errors import ConfigError, StepgraphError
 from ..execution.inputs import DeviceRows, DraftInputs, StepInputs, input_layouts
@@ -292,9 +293,11 @@ def _functions(found: Source, config: ResolvedConfig, prefill_tokens: int) -> St
         kernels = int4_kernels(kernels, plan_of(model), config.dtype)
     decoder = Decoder(model, kernels, config.dtype, _META, groups, config.storage)
     decoder.store(_absent(weights).items())
-    state = DeviceRows.of(config, model, len(groups), _META)
+    states = StatePlan.of(plan_of(model), config)
+    memory = None if states is None else states.memory(config, _META)
+    state = DeviceRows.of(config, model, len(groups), _META, memory)
     inputs = dataclasses.replace(config, prefill_chunk=prefill_tokens)
-    layouts = input_layouts(inputs, len(groups), model.hidden_size)
+    layouts = input_layouts(inputs, len(state.block_tables), model.hidden_size)
     drafts: DraftInputs[torch.Tensor] | None = None
     if config.tokens_per_row:
         drafts = DraftInputs(**_absent(layouts["drafts"]))

@@ -24,6 +24,7 @@ from hypothesis.stateful import (
 )
 from stepgraph.cache.blocks import PrefixHashes
 from stepgraph.cache.kv_cache import KVCache
+from stepgraph.cache.row_states import Copies
 
 from ..rigs.cache_rig import (
     Job,
@@ -176,8 +177,8 @@ class CacheMachine(RuleBasedStateMachine):
             assert found.num_tokens == expected
         elif found.source != "swap":
             assert found.num_tokens >= expected
-        if found.source == "fork" and found.copies:
-            assert len(found.copies) == len(self.windows)
+        if found.source == "fork" and found.copies.blocks:
+            assert len(found.copies.blocks) == len(self.windows)
         self.seen[found.source] += 1
         self.waiting.remove(job)
         self.tables[job] = [{} for _ in self.windows]
@@ -244,7 +245,7 @@ class CacheMachine(RuleBasedStateMachine):
     def undo(self, plan: Plan) -> None:
         """The copies to admitted requests failed half way: those that need them wait again."""
         for job, found in tuple(plan.admitted):
-            if found.copies or found.swap_in:
+            if found.copies.total or found.swap_in.total:
                 plan.admitted.remove((job, found))
                 del plan.chunks[job]
                 self.cache.release(job.id)
@@ -298,7 +299,7 @@ class CacheMachine(RuleBasedStateMachine):
         if pairs is None:
             self.cache.release(job.id)
         else:
-            self.plan.swap_out.append((job, pairs))
+            self.plan.swap_out.append((job, pairs.blocks))
         self.plan.chunks.pop(job, None)
         self.plan.preempted.append(job)
         del self.tables[job]
@@ -370,4 +371,4 @@ def test_tails_go_first_and_groups_in_step() -> None:
 def test_room_that_was_not_computed_is_not_swapped() -> None:
     cache = KVCache(groups_of((None,)), 10, 4, host_blocks=8)
     cache.admit("a", 16, chunk=1)
-    assert cache.swap_out("a", 5) == [(1, 0), (2, 1)]
+    assert cache.swap_out("a", 5) == Copies([(1, 0), (2, 1)], [], [])

@@ -74,8 +74,8 @@ def open_ranks(
     for rank in (0, 1):
 
         def make(*arguments: Any, group: FakeGroup = FakeGroup(rank, messages)) -> Runner:  # noqa: B008
-            *others, _, drafter = arguments
-            return Runner(*others, group, drafter)  # type: ignore[arg-type]
+            *others, _, drafter, states = arguments
+            return Runner(*others, group, drafter, states)  # type: ignore[arg-type]
 
         with monkeypatch.context() as patched:
             patched.setattr(startup, "Runner", make)

@@ -22,6 +22,7 @@ from stepgraph.runtime.execution.outputs import PromptScorer
 from stepgraph.runtime.execution.step_key import most_table_updates
 from stepgraph.runtime.kernels import (
     Kernels,
+    load_cpu_ops,
     pack_parts,
     reference_experts,
     reference_linear,
@@ -46,6 +47,8 @@ CPU = torch.device("cpu")
 
 
 def kernels_that(pack: bool, weights: WeightStorage = MODEL) -> Kernels:
+    if pack:
+        load_cpu_ops()
     return Kernels(
         name="test",
         attention=reference_paged_attention,

@@ -70,12 +70,12 @@ class Memory:
             self.tables[job][group][column] = block
 
     def copy_in(self, admitted: list[tuple[Job, Admitted]]) -> None:
-        copies = [pair for _, found in admitted for pair in found.copies]
+        copies = [pair for _, found in admitted for pair in found.copies.blocks]
         copied = [list(self.blocks[source]) for source, _ in copies]
         for (_, destination), contents in zip(copies, copied, strict=True):
             self.blocks[destination] = contents
         for _, found in admitted:
-            for host, block in found.swap_in:
+            for host, block in found.swap_in.blocks:
                 self.blocks[block] = list(self.host[host])
 
     def write(self, chunks: dict[Job, int], pool: BlockPool) -> None:

@@ -241,7 +241,8 @@ class FakeRunner:
             self.seen["recomputed" if preemption.swap_out is None else "swapped"] += 1
         device = self.device
         try:
-            swapped = [pair for preemption in plan.preempted for pair in preemption.swap_out or ()]
+            copies = [each.swap_out for each in plan.preempted if each.swap_out is not None]
+            swapped = [pair for each in copies for pair in each.blocks]
             self._copy("swap_out", [(pair, device.blocks, device.host) for pair in swapped])
         finally:
             self._empty_fresh()  # now, because what was in them has just been copied
@@ -256,17 +257,17 @@ class FakeRunner:
         self._stages.append("copy_in")
         device = self.device
         found = [admission.found for admission in plan.admitted]
-        copies = [(pair, device.blocks, device.blocks) for f in found for pair in f.copies]
-        copies += [(pair, device.host, device.blocks) for f in found for pair in f.swap_in]
+        copies = [(pair, device.blocks, device.blocks) for f in found for pair in f.copies.blocks]
+        copies += [(pair, device.host, device.blocks) for f in found for pair in f.swap_in.blocks]
         try:
             self._copy("copy_in", copies)
         except InjectedError:
-            self.seen["undone"] += sum(bool(f.copies or f.swap_in) for f in found)
+            self.seen["undone"] += sum(bool(f.copies.total or f.swap_in.total) for f in found)
             raise
         cache, groups = self.scheduler.cache, range(len(device.windows))
         for request, at in ((admission.request.id, admission.found) for admission in plan.admitted):
             self.seen[at.source] += 1
-            self.seen["fork with a copy"] += at.source == "fork" and len(at.copies) > 0
+            self.seen["fork with a copy"] += at.source == "fork" and len(at.copies.blocks) > 0
             behind = any(NULL_BLOCK in cache.block_table(request, group) for group in groups)
             self.seen["prefix behind a window"] += at.source == "prefix" and behind
 

@@ -428,7 +428,7 @@ def make_fake_graphs(monkeypatch: pytest.MonkeyPatch) -> FakeGraphs:
     )
     monkeypatch.setattr(runner, "CudaGraphCapturer", lambda device: FakeCapturer(graphs, device))
     queued(DeviceRows, "update_tables")
-    queued(DeviceRows, "forget_drafts")
+    queued(DeviceRows, "take_row")
     queued(DrafterCache, "clear")
     queued(SamplingState, "store_row")
     queued(Arena, "copy_blocks")

@@ -29,7 +29,7 @@ class StateRig:
         generator: torch.Generator,
         device: str = "cpu",
     ) -> None:
-        layout = row_layout(states, block_size, itemsize)
+        layout = row_layout(states, itemsize)
         self.places, self.block_size, self.columns = layout.places, block_size, columns
         entries = rows * columns + 1
 
@@ -44,9 +44,8 @@ class StateRig:
             return padded.to(device, torch.int32)
 
         stored = torch.zeros(rows + 1, dtype=torch.int64, device=device)
-        self.states = RowStates(
-            *(memory(layout.snapshot_bytes), memory(layout.input_bytes), tables(), tables()), stored
-        )
+        snapshots, inputs = memory(layout.snapshot_bytes), memory(block_size * layout.token_bytes)
+        self.states = RowStates(snapshots, inputs, tables(), tables(), stored)
 
     @property
     def null_row(self) -> int:

@@ -105,7 +105,7 @@ def test_completions_compute_their_prompt_once(windows: Any, prompt_len: int, co
     assert [admission.request for admission in plan.admitted] == others
     for admission in plan.admitted:
         assert admission.found.source == "fork"
-        assert len(admission.found.copies) == copies * len(windows)
+        assert len(admission.found.copies.blocks) == copies * len(windows)
         assert chunk_of(rig, admission.request) == (prompt_len - 1, 1)
     rig.finish(first, *others)
 

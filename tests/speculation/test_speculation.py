@@ -70,7 +70,7 @@ def test_tokens_are_those_of_plain_decoding(
     open_engine: Open, tiny: Tiny, fake_graphs: FakeGraphs, case: str, right: float
 ) -> None:
     """Of all parameters, with drafts that are right and wrong; one request is as long as can be."""
-    variant, config = CASES.get(case, ("lfm2", {}))
+    variant, config = CASES.get(case, ("lfm2", {"block_size": 8}))
     if config.get("mode") == "compile":
         if not have_compiler():
             pytest.skip("needs a C++ compiler")

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ....cache.spec import PagedState, RowState
+from ....cache.spec import PagedState, RowPlace, RowState
 from ...errors import ConfigError
 from .attention import Attend
 from .batch import LayerPlace
@@ -198,6 +198,8 @@ class BoundModel:
     """Tensors by full name; a quantised weight `NAME.weight` has scales `NAME.scales`."""
     places: tuple[LayerPlace, ...]
     """Place of each layer in the cache."""
+    row_places: tuple[RowPlace, ...]
+    """Places of the recurrent state of operations, in order."""
     storage: str
     """Storage of vectors in the arena: `model`, `int8` or `fp8`."""
     embedding_factor: float

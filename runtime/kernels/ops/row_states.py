@@ -58,7 +58,7 @@ class StateBatch(NamedTuple):
             *batch.states,
             *(batch.positions, batch.token_rows, batch.rows),
             *(batch.query_start_loc, batch.tokens_per_row, batch.block_size),
-            *(list(place.snapshot), list(place.inputs)),
+            *(list(place.snapshot), [batch.block_size * at for at in place.inputs]),
         )
 
 
