@@ -13,14 +13,16 @@ from ..errors import CheckpointError, ConfigError
 from ..kernels.ops.attention import AttentionTemperature
 from ..kernels.weights import QUANT_METHODS, checkpoint_formats
 from .families import (
+    ATTENTION_TYPES,
     CONFIG_KEYS,
     FAMILIES,
-    LAYER_TYPES,
+    MIXERS,
     MOST_SIZE,
     ExpertsConfig,
     Family,
     Json,
     LayerType,
+    Mixer,
     Number,
     Size,
     family_of,
@@ -76,6 +78,26 @@ class LatentConfig:
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
 
+# The dimensions of mixers other than attention.
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvConfig:
+    """A gated short convolution (LFM2). Raises `ConfigError`."""
+
+    conv_taps: Size
+    """Tokens that a convolution sees, the newest included."""
+    conv_bias: bool = False
+    """Whether it and its projections have biases."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, ConfigError)
+
+
+_MIXER_CONFIGS: Mapping[Mixer, type] = {"conv": ConvConfig}
+"""The fields of `ModelConfig` that describe mixers, and their types."""
+
+
 # Reads the keys of a `config.json` that describe rotary positions.
 
 
@@ -87,7 +109,9 @@ def _read_ropes(config: Json, family: Family) -> tuple[Rope, Rope | None]:
     """
     parameters = _rope_object(config, "rope_parameters")
     scaling = _rope_object(config, "rope_scaling")
-    nested = {name: _rope_object(parameters, name) for name in LAYER_TYPES if name in parameters}
+    nested = {
+        name: _rope_object(parameters, name) for name in ATTENTION_TYPES if name in parameters
+    }
     if not family.two_ropes:
         if nested:
             raise CheckpointError(
@@ -100,9 +124,9 @@ def _read_ropes(config: Json, family: Family) -> tuple[Rope, Rope | None]:
     if parameters and not nested:
         raise CheckpointError(
             f"rope_parameters of {family.architecture} must be by layer type "
-            f"({', '.join(LAYER_TYPES)}), not {bounded_repr(dict(parameters))}"
+            f"({', '.join(ATTENTION_TYPES)}), not {bounded_repr(dict(parameters))}"
         )
-    full, sliding = (nested.get(name, {}) for name in LAYER_TYPES)
+    full, sliding = (nested.get(name, {}) for name in ATTENTION_TYPES)
     return (
         _full_rope(config, family, full, scaling),
         _rope(config, family, sliding, "rope_local_base_freq"),
@@ -233,14 +257,16 @@ def _read_attention(config: Json, family: Family) -> dict[str, Any]:
         "rope_scaling": rope.scaling,
         "partial_rotary_factor": rope.partial,
         "sliding_rope": sliding_rope,
-        "layer_types": tuple(types) if slides else (),
+        "layer_types": tuple(types) if {*types} != {"full_attention"} else (),
         "sliding_window": window if slides else None,
         "unrotated_layers": tuple(unrotated),
     }
     if family.reads("layer_heads"):
         fields["layer_heads"] = tuple(map(tuple, config["layer_heads"]))
-    if family.reads("conv_L_cache"):
-        fields["conv_layers"] = tuple(i for i, kind in enumerate(types) if kind == "conv")
+    used = {mixer for kind in types for mixer in MIXERS[kind]}
+    for mixer, kind in _MIXER_CONFIGS.items():
+        if mixer in used:
+            fields[mixer] = kind(**_read_fields(kind, config, family, {}))
     tunes = "attn_temperature_tuning"
     if family.reads(tunes) and read_field(config, tunes, bool):
         fields["temperature"] = AttentionTemperature(
@@ -271,15 +297,15 @@ def _latent_fields(config: Json, family: Family, heads: int) -> dict[str, Any]:
 
 def _read_layer_types(
     config: Json, family: Family, num_layers: int
-) -> tuple[list[str], int | None]:
+) -> tuple[list[LayerType], int | None]:
     """Return the type of each layer and the window of layers that slide."""
     window = read_optional(config, family.key("sliding_window"), int)
     if family.reads("use_sliding_window") and not read_field(config, "use_sliding_window", bool):
         config, window = {**config, "sliding_window": None}, None
     listed, kinds = config.get("layer_types"), family.layer_kinds
-    implied: list[str] = []
+    implied: list[LayerType] = []
     if listed is None or not family.lists_layer_types:
-        implied = [LAYER_TYPES[family.slides(config, layer)] for layer in range(num_layers)]
+        implied = [ATTENTION_TYPES[family.slides(config, layer)] for layer in range(num_layers)]
     if listed is None:
         return implied, window
     if not isinstance(listed, list) or len(listed) != num_layers:
@@ -415,7 +441,7 @@ class ModelConfig(DecoderConfig):
     """Whether the gate, up and down projections have biases."""
     hidden_act: Literal["silu", "gelu_pytorch_tanh"] = "silu"
     layer_types: tuple[LayerType, ...] = ()
-    """Type of each layer; empty: all have full attention."""
+    """Type of each layer, which says what mixes its tokens; empty: all have full attention."""
     sliding_window: Size | None = None
     """Tokens that a token of a sliding layer attends to, itself included."""
     use_qk_norm: bool = True
@@ -446,11 +472,8 @@ class ModelConfig(DecoderConfig):
     """The mixtures of experts; None: every layer has an MLP."""
     layer_heads: tuple[tuple[Size, Size], ...] = ()
     """Query and key/value heads of each layer; empty: as `num_heads` and `num_kv_heads`."""
-    conv_layers: tuple[int, ...] = ()
-    """Layers with a short convolution instead of attention."""
-    conv_taps: int = 0
-    """Tokens that a convolution sees, the newest included."""
-    conv_bias: bool = False
+    conv: ConvConfig | None = None
+    """The short convolutions of its layers."""
     shard: tuple[int, int] | None = None
     """Rank and number of ranks: the plan of the model is for one rank of a tensor-parallel
     group. All other fields describe the whole model. None: the plan is for the whole model."""
@@ -483,10 +506,15 @@ class ModelConfig(DecoderConfig):
                 "layer_types has 'sliding_attention', but sliding_window is not in use: it must be"
                 " at least 1"
             )
-        if self.conv_layers and self.conv_taps < 1:
-            raise ConfigError(f"conv_taps = {self.conv_taps} must be at least 1")
-        if len(self.conv_layers) == self.num_layers:
-            raise ConfigError("layer_types lists convolutions only; one with attention is needed")
+        used = {mixer for layer in range(self.num_layers) for mixer in self.mixers(layer)}
+        if "attention" not in used:
+            raise ConfigError(
+                f"layer_types has no layer with attention, only {', '.join(sorted(used)) or 'MLPs'}"
+                "; at least one is needed"
+            )
+        for mixer in _MIXER_CONFIGS:
+            if mixer in used and getattr(self, mixer) is None:
+                raise ConfigError(f"layer_types has {mixer!r}, but {mixer} is None")
         if self.experts is not None and self.mlp_bias:
             raise ConfigError("mlp_bias is set, which models with experts cannot have here")
         if (temperature := self.temperature) is not None and temperature.floor < 1:
@@ -526,9 +554,16 @@ class ModelConfig(DecoderConfig):
             rope = rope._replace(scaling=replace(rope.scaling, attention_factor=1.0))
         return rope
 
-    def is_mixture(self, layer: int) -> bool:
-        """Whether the layer has experts instead of an MLP."""
-        return self.experts is not None and layer not in self.experts.dense_layers
+    def mixers(self, layer: int) -> tuple[Mixer, ...]:
+        """The mixers of the layer."""
+        return MIXERS[self.layer_types[layer]] if self.layer_types else ("attention",)
+
+    def feed_forward(self, layer: int) -> Literal["mlp", "experts"] | None:
+        """What the layer has after its mixers; None: nothing."""
+        if self.family.separate_layers and self.mixers(layer):
+            return None
+        dense = self.experts is None or layer in self.experts.dense_layers
+        return "mlp" if dense else "experts"
 
     @property
     def _full_rope(self) -> Rope:
@@ -556,7 +591,6 @@ class ModelConfig(DecoderConfig):
             num_layers=len(layers),
             layer_types=tuple(self.layer_types[layer] for layer in layers if self.layer_types),
             unrotated_layers=chosen(self.unrotated_layers),
-            conv_layers=chosen(self.conv_layers),
             layer_heads=tuple(self.layer_heads[layer] for layer in layers if self.layer_heads),
             experts=experts,
         )

@@ -231,9 +231,20 @@ class ExpertTraits:
 
 # What a decoder family is, and readers for the keys of its `config.json`.
 
-LayerType = Literal["full_attention", "sliding_attention"]
+Mixer = Literal["attention", "conv"]
+"""What mixes the tokens of a sequence in a layer."""
 
-LAYER_TYPES: tuple[LayerType, ...] = ("full_attention", "sliding_attention")
+LayerType = Literal["full_attention", "sliding_attention", "conv", "mlp", "experts"]
+
+ATTENTION_TYPES: tuple[LayerType, ...] = ("full_attention", "sliding_attention")
+
+MIXERS: Mapping[LayerType, tuple[Mixer, ...]] = {
+    **dict.fromkeys(ATTENTION_TYPES, ("attention",)),
+    "conv": ("conv",),
+    "mlp": (),
+    "experts": (),
+}
+"""The mixers of a layer. Several read the same norm, and their outputs are added."""
 
 Json = Mapping[str, Any]
 
@@ -285,8 +296,8 @@ class Family:
     fixed: Json = field(default_factory=dict)
     """Keys of `config.json` that transformers does not read, with the values it assumes."""
     keys: Mapping[str, str] = field(default_factory=dict)
-    """Field of `ModelConfig` or `ExpertsConfig` -> its key in `config.json`, where other families
-    have another one."""
+    """Field of `ModelConfig`, `ExpertsConfig` or the config of a mixer -> its key in `config.json`,
+    where other families have another one."""
     prepare: Callable[[Json], Json] = lambda config: config
     """Returns a config with the keys that transformers derives from others. Raises
     `CheckpointError` for variants of the architecture that are not supported."""
@@ -295,11 +306,17 @@ class Family:
     keys say that the family reads, see `slides`."""
     lists_layer_types: bool = False
     """Whether `layer_types` of the config decides."""
-    layer_kinds: Mapping[str, str] = field(default_factory=lambda: {t: t for t in LAYER_TYPES})
-    """Name in `layer_types` -> `LayerType`, or `conv` for a short convolution."""
+    layer_kinds: Mapping[str, LayerType] = field(
+        default_factory=lambda: {kind: kind for kind in ATTENTION_TYPES}
+    )
+    """Name in `layer_types` -> `LayerType`."""
+    separate_layers: bool = False
+    """A layer has mixers, or an MLP or experts, but not both."""
     is_unrotated: Callable[[Json, int], bool] = lambda config, layer: False
     """Whether queries and keys of a layer are not rotated; the config lists `layer_types`."""
     layer_norms: LayerNorms = field(default_factory=LayerNorms)
+    norms_of: Mapping[Mixer, LayerNorms] = field(default_factory=dict)
+    """The norms of layers with a mixer, where they differ from `layer_norms`."""
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     """Names in a checkpoint of the projections of queries, keys and values; one if fused."""
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
@@ -355,7 +372,7 @@ class Family:
         return not self.reads(first) or layer >= read_field(config, first, int)
 
     def key(self, field: str) -> str:
-        """Return the key of `config.json` for a field of `ModelConfig` or `ExpertsConfig`."""
+        """Return the key of `config.json` for a field; see `keys`."""
         return self.keys.get(field) or CONFIG_KEYS.get(field, field)
 
     @property

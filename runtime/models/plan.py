@@ -6,11 +6,11 @@ same input (q, k, v and gate, up) are stacked into one product.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -23,12 +23,12 @@ from ..kernels.ops.latent import LatentQueries, LatentToValues
 from ..kernels.ops.layer_plan import LayerPlan, ModelPlan
 from ..kernels.ops.linear import Linear, stored_bytes
 from ..kernels.ops.norms import Norm, QKNorm
-from ..kernels.ops.operation import Operation, Residual
+from ..kernels.ops.operation import Add, Operation, Residual
 from ..kernels.ops.parameter import ExpertRows, HeadRows, Parameter, Shape, Slice, Source
 from ..kernels.ops.rotation import Rotate
 from ..kernels.weights import INT4, MODEL
 from .config import DecoderConfig, LatentConfig, ModelConfig
-from .families import ExpertLayout, ExpertsConfig
+from .families import ExpertLayout, ExpertsConfig, Mixer
 from .rope import UNROTATED, Rope
 from .sharding import check_ranks, shard_plan
 from .transformers.config import TransformersConfig
@@ -104,16 +104,19 @@ class LayerKind(NamedTuple):
     rope: Rope
     rope_kind: int
     """Index into the model's rotations."""
-    mixture: bool = False
-    """Whether it has experts instead of an MLP."""
-    convolution: bool = False
-    """Whether it has a short convolution instead of attention."""
+    mixers: tuple[Mixer, ...]
+    feed_forward: Literal["mlp", "experts"] | None
+    """What it has after its mixers; None: nothing."""
     heads: tuple[int, int] | None = None
     """Its query and key/value heads; None: the model's."""
 
 
 def attention(config: ModelConfig, kind: LayerKind) -> Iterator[Operation]:
-    """Grouped-query attention (Ainslie et al. 2023), with norms of queries and keys or without."""
+    """Multi-head latent attention, or grouped-query attention (Ainslie et al. 2023), with norms of
+    queries and keys or without."""
+    if config.latent is not None:
+        yield from latent_attention(config, kind, config.latent)
+        return
     yield _qkv(config, kind)
     normed = config.family.qk_norm
     if normed == "unweighted" and (not config.use_qk_norm or kind.rope == UNROTATED):
@@ -219,18 +222,19 @@ def _qk_norm(config: ModelConfig, kind: LayerKind) -> QKNorm:
     )
 
 
-def short_convolution(config: ModelConfig) -> Iterator[Operation]:
+def short_convolution(config: ModelConfig, kind: LayerKind) -> Iterator[Operation]:
     """A gated short convolution (LFM2)."""
-    hidden = config.hidden_size
+    hidden, conv = config.hidden_size, config.conv
+    assert conv is not None, "a layer with a convolution"
     inputs, output = {"conv.in_proj": 3 * hidden}, {"conv.out_proj": hidden}
-    biased = ("conv.in_proj", "conv.out_proj") if config.conv_bias else ()
+    biased = ("conv.in_proj", "conv.out_proj") if conv.conv_bias else ()
     yield linear("conv.inputs", inputs, hidden, biased, split=(hidden,) * 3)
-    shape = (hidden, 1, config.conv_taps)
+    shape = (hidden, 1, conv.conv_taps)
     bias = Parameter("conv.kernel.bias", (Source("conv.conv.bias", (hidden,)),))
     yield CausalConv(
         name="convolution",
         weight=Parameter("conv.kernel.weight", (Source("conv.conv.weight", shape),)),
-        bias=bias if config.conv_bias else None,
+        bias=bias if conv.conv_bias else None,
         gated=True,
     )
     yield linear("conv.output", output, hidden, biased)
@@ -446,7 +450,7 @@ def model_plan(config: ModelConfig) -> ModelPlan:
     kinds = [
         LayerKind(
             *(config.window(layer), rope, ropes.index(rope)),
-            *(config.is_mixture(layer), layer in config.conv_layers),
+            *(config.mixers(layer), config.feed_forward(layer)),
             config.layer_heads[layer] if config.layer_heads else None,
         )
         for layer, rope in enumerate(map(config.rope, range(config.num_layers)))
@@ -502,22 +506,25 @@ def _layer(config: ModelConfig, kind: LayerKind) -> Iterator[Operation]:
     if kind.heads is not None:
         heads, kv_heads = kind.heads
         config = replace(config, num_heads=heads, num_kv_heads=kv_heads, layer_heads=())
-    norms, scale = config.family.layer_norms, config.residual_multiplier
-    parallel = config.family.parallel_residual
-    if norms.input is not None:
-        yield replace(norm(config, "input_norm", norms.input), writes="normed" if parallel else "")
-    if kind.convolution:
-        yield from short_convolution(config)
-    elif config.latent is None:
-        yield from attention(config, kind)
-    else:
-        yield from latent_attention(config, kind, config.latent)
-    if norms.attention_output is not None:
-        yield norm(config, "attention_output_norm", norms.attention_output)
-    yield Residual(name="residual", scale=scale)
+    family = config.family
+    own = (family.norms_of[mixer] for mixer in kind.mixers if mixer in family.norms_of)
+    norms, scale = next(own, family.layer_norms), config.residual_multiplier
+    parallel = family.parallel_residual
+    if kind.mixers:
+        if norms.input is not None:
+            shared = parallel or len(kind.mixers) > 1
+            yield replace(
+                norm(config, "input_norm", norms.input), writes="normed" if shared else ""
+            )
+        yield from _mixers(config, kind)
+        if norms.attention_output is not None:
+            yield norm(config, "attention_output_norm", norms.attention_output)
+        yield Residual(name="residual", scale=scale)
+    if kind.feed_forward is None:
+        return
     if norms.mlp is not None:
         yield norm(config, "mlp_norm", norms.mlp)
-    if kind.mixture:
+    if kind.feed_forward == "experts":
         assert config.experts is not None, "a layer with experts"
         yield experts(config, config.experts)
     else:
@@ -527,6 +534,24 @@ def _layer(config: ModelConfig, kind: LayerKind) -> Iterator[Operation]:
     if norms.mlp_output is not None:
         yield norm(config, "mlp_output_norm", norms.mlp_output)
     yield Residual(name="residual", scale=scale)
+
+
+_MIXERS: Mapping[Mixer, Callable[[ModelConfig, LayerKind], Iterator[Operation]]] = {
+    "attention": attention,
+    "conv": short_convolution,
+}
+"""The operations of each mixer, from the norm of a layer's input to what is added to it."""
+
+
+def _mixers(config: ModelConfig, kind: LayerKind) -> Iterator[Operation]:
+    """The operations of the mixers of a layer."""
+    if len(kind.mixers) == 1:
+        yield from _MIXERS[kind.mixers[0]](config, kind)
+        return
+    for mixer in kind.mixers:
+        first, *inner, last = _MIXERS[mixer](config, kind)
+        yield from (replace(first, reads=("normed",)), *inner, replace(last, writes=mixer))
+    yield Add(name="add_mixers", reads=kind.mixers)
 
 
 # Maps the parameters of a model to the tensors of a Hugging Face checkpoint.

@@ -50,9 +50,10 @@ def shard_plan(plan: ModelPlan, rank: int, ranks: int) -> ModelPlan:
 
 
 def _sharded(layer: LayerPlan, rank: Rank) -> LayerPlan:
-    attend = next(op for op in layer.operations if isinstance(op, Attend))
+    attends = (op for op in layer.operations if isinstance(op, Attend))
+    heads, kv_heads = next(((op.heads, op.kv_heads) for op in attends), (0, 0))
     operations: list[Operation] = []
-    state = ShardedLayer(rank, attend.heads, attend.kv_heads)
+    state = ShardedLayer(rank, heads, kv_heads)
     for op, following in zip(layer.operations, (*layer.operations[1:], None), strict=True):
         operations += op.shard(state, following)
     return LayerPlan(tuple(operations))

@@ -135,7 +135,7 @@ def test_which_families_have_no_layers_of_kernels() -> None:
         expected = set()
         if "deepseek" in config.model_type:
             expected.add(("decoder layers", "native layers do not support latent attention"))
-        if config.conv_layers:
+        if config.conv:
             expected.add(("decoder layers", "native layers do not support convolutions"))
         if config.family.centred_norms:
             why = "native layers do not support input_norm with centred, writes"

@@ -17,6 +17,8 @@ Shapes: T tokens, H query heads, G key/value heads, E head_dim, F features, K ki
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, NamedTuple
@@ -110,7 +112,7 @@ class ShardedLayer:
 
     rank: Rank
     heads: int
-    """Query heads of the whole layer."""
+    """Query heads of the whole layer; 0: it has no attention."""
     kv_heads: int
     is_cut: bool = False
     """Whether each rank has a part of the value at this point."""
@@ -208,6 +210,17 @@ class Residual(Operation):
 
     scale: float = 1.0
     """Factor of the value, which is rounded to the model's dtype before the addition (Granite)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Add(Operation):
+    """Add the values that it reads."""
+
+    def bind(self, to: Binding) -> Run:
+        return lambda parts, step: functools.reduce(operator.add, parts)
+
+    def live_bytes(self, hidden: int, itemsize: int, *, eager: bool) -> int:
+        return itemsize * (2 + len(self.reads)) * hidden
 
 
 @dataclass(frozen=True, kw_only=True)
