@@ -24,7 +24,7 @@ from ..errors import CheckpointError, ConfigError, MemoryBudgetError, RequestErr
 from ..kernels.ops.parameter import Parameter, Source
 from ..kernels.weights import CheckpointFormat, GroupedWeight, Header, checkpoint_formats
 from ..models.config import DecoderConfig, ModelConfig
-from ..models.families import family_of, is_wrapper, text_part
+from ..models.families import FAMILIES, family_of, is_wrapper, text_part
 from ..models.plan import fused_layout
 from ..models.transformers.config import read_transformers_config
 from ..sampling_params import NEUTRAL, SamplingDefaults, SamplingParams
@@ -150,6 +150,13 @@ _TEXT_PREFIXES = {
 """What names of tensors of a text part begin with in files of wrappers, and without the wrapper."""
 
 
+def _without_wrapper(name: str) -> str:
+    """Return the name of a tensor of a text part without the wrapper."""
+    found = (theirs for theirs in _TEXT_PREFIXES if name.startswith(theirs))
+    theirs = next(found, "")
+    return _TEXT_PREFIXES.get(theirs, "") + name.removeprefix(theirs)
+
+
 def _formats(settings: object) -> tuple[CheckpointFormat, ...]:
     """Return the formats of a `quantization_config`; none if it is of another kind, which is
     refused when the config is read. Without one, weights may be in the formats of ModelOpt."""
@@ -207,7 +214,11 @@ class CheckpointReader:
             if has_file(directory / "config.json"):
                 config = read_model_config(directory)
                 if is_wrapper(config):
-                    self._rename()
+                    self._rename(_without_wrapper)
+                    self.names_text_part = any(name != n for name, (_, n) in self._places.items())
+                family = FAMILIES.get(str(text_part(config).get("model_type")))
+                for theirs, ours in {} if family is None else family.renamed.items():
+                    self._rename(lambda name: name.replace(theirs, ours))  # noqa: B023
                 for found in _formats(config.get("quantization_config")):
                     self._join(found)
         except (CheckpointError, MemoryBudgetError):
@@ -292,15 +303,10 @@ class CheckpointReader:
             tensor: Tensor = self._files[path].get_tensor(stored)
             return tensor
 
-    def _rename(self) -> None:
-        """Give the tensors of the text part of a wrapper the names that they have without it."""
-        names = {name: name for name in self._headers}
-        for theirs, ours in _TEXT_PREFIXES.items():
-            found = [name for name in names if name.startswith(theirs)]
-            names |= {name: ours + name.removeprefix(theirs) for name in found}
-        self._headers = {names[name]: header for name, header in self._headers.items()}
-        self._places = {names[name]: place for name, place in self._places.items()}
-        self.names_text_part = any(theirs != ours for theirs, ours in names.items())
+    def _rename(self, new: Callable[[str], str]) -> None:
+        """Give the tensors other names than in the files."""
+        self._headers = {new(name): header for name, header in self._headers.items()}
+        self._places = {new(name): place for name, place in self._places.items()}
 
     def _join(self, stored: CheckpointFormat) -> None:
         """Replace the headers of the tensors of each weight in a format by one of the weight."""

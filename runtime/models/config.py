@@ -94,7 +94,33 @@ class ConvConfig:
         check_fields(self, ConfigError)
 
 
-_MIXER_CONFIGS: Mapping[Mixer, type] = {"conv": ConvConfig}
+@dataclass(frozen=True, kw_only=True)
+class DeltaRuleConfig:
+    """Gated DeltaNet, or Kimi Delta Attention. Raises `ConfigError`."""
+
+    linear_num_key_heads: Size
+    """Heads of queries and keys."""
+    linear_num_value_heads: Size
+    """Heads of values; a multiple of the key heads."""
+    linear_key_head_dim: Size
+    """Elements of a head's queries and keys."""
+    linear_value_head_dim: Size
+    """Elements of a head's values."""
+    linear_conv_kernel_dim: Size
+    """Tokens that the convolution of queries, keys and values sees, the newest included."""
+    linear_allow_neg_eigval: bool = False
+    """Whether beta is from 0 to 2, not to 1."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, ConfigError)
+        if self.linear_num_value_heads % self.linear_num_key_heads:
+            raise ConfigError(
+                f"linear_num_value_heads = {self.linear_num_value_heads} must be a multiple of"
+                f" linear_num_key_heads = {self.linear_num_key_heads}"
+            )
+
+
+_MIXER_CONFIGS: Mapping[Mixer, type] = {"conv": ConvConfig, "delta_rule": DeltaRuleConfig}
 """The fields of `ModelConfig` that describe mixers, and their types."""
 
 
@@ -264,6 +290,11 @@ def _read_attention(config: Json, family: Family) -> dict[str, Any]:
     if family.reads("layer_heads"):
         fields["layer_heads"] = tuple(map(tuple, config["layer_heads"]))
     used = {mixer for kind in types for mixer in MIXERS[kind]}
+    if (state := read_field(config, "mamba_ssm_dtype", str, "float32")) not in DTYPES:
+        raise CheckpointError(
+            f"mamba_ssm_dtype = {bounded_repr(state)} must be one of {', '.join(DTYPES)}; recurrent"
+            " state is kept in float32"
+        )
     for mixer, kind in _MIXER_CONFIGS.items():
         if mixer in used:
             fields[mixer] = kind(**_read_fields(kind, config, family, {}))
@@ -474,6 +505,8 @@ class ModelConfig(DecoderConfig):
     """Query and key/value heads of each layer; empty: as `num_heads` and `num_kv_heads`."""
     conv: ConvConfig | None = None
     """The short convolutions of its layers."""
+    delta_rule: DeltaRuleConfig | None = None
+    """The delta rule of its layers."""
     shard: tuple[int, int] | None = None
     """Rank and number of ranks: the plan of the model is for one rank of a tensor-parallel
     group. All other fields describe the whole model. None: the plan is for the whole model."""

@@ -122,6 +122,8 @@ class ExpertsConfig:
     """Width of an expert."""
     n_shared_experts: Annotated[int, Range(0, 2048)] = 0
     """Experts that every token uses in addition."""
+    shared_expert_intermediate_size: Annotated[int, Range(0, MOST_SIZE)] = 0
+    """Width of an MLP that every token uses too, times a gate of the token; 0: there is none."""
     scores: Scores = "softmax"
     """As `Routing.scores`."""
     norm_topk_prob: bool = False
@@ -219,6 +221,9 @@ class ExpertTraits:
     """Whether a config without experts has an MLP in every layer."""
     shared: str = ""
     """Name of the MLP that all tokens use; empty: there is none."""
+    shared_gate: str = ""
+    """Name of the projection to the gate of that MLP, whose width is a key of its own then; empty:
+    it has no gate, and the width of `n_shared_experts` experts."""
     router_bias: bool = False
     """The router has a bias."""
     biases: bool = False
@@ -229,18 +234,47 @@ class ExpertTraits:
     """Scores multiply the input of an expert, not its output (Llama 4)."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class DeltaRuleLayout:
+    """The tensors of a layer with the delta rule in a checkpoint, and what differs by family.
+
+    Names are relative to the module. A projection with two names has low rank: the first one has
+    as many outputs as a head has elements.
+    """
+
+    module: str = "linear_attn"
+    qkv: tuple[str, ...] = ("in_proj_qkv",)
+    """Projections to queries, keys and values; one if fused."""
+    gate: tuple[str, ...] = ("in_proj_z",)
+    """Projection to the gate of the output."""
+    decay: tuple[str, ...] = ("in_proj_a",)
+    """Projection to what the decays are made of; of low rank for a decay of each key channel."""
+    beta: str = "in_proj_b"
+    by_key_head: bool = False
+    """Whether `qkv` is one tensor with `gate`, and `beta` with `decay`, that have queries, keys,
+    values and gate, or beta and decay, of one key head after the other (Qwen3-Next)."""
+    norm: str = "norm"
+    output: str = "out_proj"
+    gate_activation: Literal["silu", "sigmoid"] = "silu"
+    norm_eps: float | None = None
+    """Epsilon of the norm of the output; None: the model's."""
+    norm_in_float32: bool = False
+    """As `GatedNorm.in_float32`."""
+
+
 # What a decoder family is, and readers for the keys of its `config.json`.
 
-Mixer = Literal["attention", "conv"]
+Mixer = Literal["attention", "conv", "delta_rule"]
 """What mixes the tokens of a sequence in a layer."""
 
-LayerType = Literal["full_attention", "sliding_attention", "conv", "mlp", "experts"]
+LayerType = Literal["full_attention", "sliding_attention", "conv", "delta_rule", "mlp", "experts"]
 
 ATTENTION_TYPES: tuple[LayerType, ...] = ("full_attention", "sliding_attention")
 
 MIXERS: Mapping[LayerType, tuple[Mixer, ...]] = {
     **dict.fromkeys(ATTENTION_TYPES, ("attention",)),
     "conv": ("conv",),
+    "delta_rule": ("delta_rule",),
     "mlp": (),
     "experts": (),
 }
@@ -327,6 +361,8 @@ class Family:
     qk_norm_names: tuple[str, str] = ("q_norm", "k_norm")
     """Names in a checkpoint of the norms of queries and keys, in the module of attention."""
     final_norm: str = "model.norm"
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """Part of the name of a tensor in some checkpoints -> what it is here."""
     output_bias: bool = True
     """Whether the output projection of attention has a bias if q, k and v have one."""
     qk_norm: Literal["none", "each_head", "all_heads", "unweighted"] = "none"
@@ -349,6 +385,11 @@ class Family:
     """Tokens of sliding layers attend only to their own chunk, of `sliding_window` positions."""
     latent: bool = False
     """Multi-head latent attention."""
+    gated_attention: bool = False
+    """Attention is multiplied by a sigmoid of a gate, whose rows follow the queries of each head in
+    their projection."""
+    delta_rule: DeltaRuleLayout | None = None
+    """Of layers with the delta rule, if there can be any."""
     experts: ExpertTraits | None = None
     """The traits of mixtures of experts, if layers can have them."""
     mtp: MtpLayout | None = None
@@ -644,6 +685,29 @@ DEEPSEEK_V3 = replace(
     correction="mlp.gate.e_score_correction_bias",
 )
 
+QWEN3_NEXT = replace(QWEN3_MOE, shared="mlp.shared_expert", shared_gate="mlp.shared_expert_gate")
+
+
+def _kimi_dense(config: Json, layers: int) -> tuple[int, ...]:
+    types = config.get("mlp_layer_types")
+    if types is None:
+        return tuple(
+            range(max(0, min(read_field(config, "first_k_dense_replace", int, 1), layers)))
+        )
+    if not isinstance(types, list) or len(types) != layers or {*types} - {"dense", "sparse"}:
+        raise CheckpointError(
+            f"mlp_layer_types must be a list of 'dense' or 'sparse' for {layers} layers, not "
+            + bounded_repr(types)
+        )
+    return tuple(layer for layer, kind in enumerate(types) if kind == "dense")
+
+
+KIMI_LINEAR = replace(
+    DEEPSEEK_V3,
+    dense_layers=_kimi_dense,
+    layouts=(ExpertLayout.of_tensors("mlp", names=("w1", "w3", "w2")), _STACKED),
+)
+
 LLAMA4 = ExpertTraits(
     scores="sigmoid",
     dense_layers=_llama4_dense,
@@ -716,6 +780,128 @@ def _with_gpt_oss_rope(config: Json) -> Json:
     if config.get("rope_parameters") is not None or config.get("rope_scaling"):
         return config
     return {**config, "rope_parameters": _GPT_OSS_ROPE}
+
+
+_DELTA_RULE: dict[str, Any] = {
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}
+
+_LINEAR_KINDS: Mapping[str, LayerType] = {
+    "full_attention": "full_attention",
+    "linear_attention": "delta_rule",
+}
+
+
+def _with_interval(config: Json) -> Json:
+    """Qwen3-Next: without `layer_types`, the last of each `full_attention_interval` layers has
+    attention."""
+    if config.get("layer_types") is not None:
+        return config
+    interval = read_count(config, "full_attention_interval", 4)
+    layers = range(read_field(config, "num_hidden_layers", int))
+    types = ["linear_attention" if (i + 1) % interval else "full_attention" for i in layers]
+    return {**config, "layer_types": types}
+
+
+_QWEN3_NEXT = Family(
+    architecture="Qwen3NextForCausalLM",
+    defaults=_DELTA_RULE
+    | {
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "partial_rotary_factor": 0.25,
+        "num_experts_per_tok": 10,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "norm_topk_prob": True,
+    },
+    prepare=_with_interval,
+    lists_layer_types=True,
+    layer_kinds=_LINEAR_KINDS,
+    qk_norm="each_head",
+    offset_norms=True,
+    gated_attention=True,
+    delta_rule=DeltaRuleLayout(
+        qkv=("in_proj_qkvz",), gate=(), decay=(), beta="in_proj_ba", by_key_head=True
+    ),
+    experts=QWEN3_NEXT,
+)
+
+
+def _with_kimi_names(config: Json) -> Json:
+    """Kimi Linear: layers and sizes in an object of their own, and other names of keys."""
+    renamed = {
+        ours: config[theirs]
+        for theirs, ours in (
+            *(
+                ("model_max_length", "max_position_embeddings"),
+                ("moe_renormalize", "norm_topk_prob"),
+            ),
+            *(("num_expert_group", "n_group"), ("num_experts_per_token", "num_experts_per_tok")),
+            *(("num_shared_experts", "n_shared_experts"),),
+        )
+        if config.get(theirs) is not None
+    }
+    config = {**config, **renamed}
+    inner = config.get("linear_attn_config") or {}
+    if not isinstance(inner, Mapping):
+        raise CheckpointError(f"linear_attn_config must be an object, not {bounded_repr(inner)}")
+    heads = read_count(inner, "num_heads", read_field(config, "linear_num_heads", int))
+    size = read_count(inner, "head_dim", read_field(config, "linear_head_dim", int))
+    taps = read_field(config, "linear_conv_kernel_dim", int)
+    types, layers = config.get("layer_types"), range(read_field(config, "num_hidden_layers", int))
+    if types is None:
+        attending = {i for i in layers if i and i % 4 == 0}
+        if {"full_attn_layers", "kda_layers"} <= inner.keys():
+            attending = {layer - 1 for layer in _layers(inner, "full_attn_layers")}
+            listed = attending | {layer - 1 for layer in _layers(inner, "kda_layers")}
+            if listed != {*layers}:
+                raise CheckpointError(
+                    f"full_attn_layers and kda_layers must list the layers 1 to {len(layers)}"
+                    f" (num_hidden_layers), not {bounded_repr(sorted(i + 1 for i in listed))}"
+                )
+        types = ["full_attention" if i in attending else "linear_attention" for i in layers]
+    return {
+        **config,
+        "layer_types": types,
+        "linear_num_key_heads": heads,
+        "linear_num_value_heads": heads,
+        "linear_key_head_dim": size,
+        "linear_value_head_dim": size,
+        "linear_conv_kernel_dim": read_count(inner, "short_conv_kernel_size", taps),
+    }
+
+
+def _with_olmo_sizes(config: Json) -> Json:
+    """OLMo Hybrid: sizes of the delta rule, and layers, that follow from others."""
+    heads = read_count(config, "num_attention_heads")
+    key_heads = read_count(config, "linear_num_key_heads", heads)
+    key = int(0.75 * read_field(config, "hidden_size", int) / key_heads)
+    key = read_count(config, "linear_key_head_dim", key)
+    types, layers = config.get("layer_types"), range(read_count(config, "num_hidden_layers"))
+    if types is None:
+        types = ["full_attention" if i % 4 == 3 else "linear_attention" for i in layers]
+        if "full_attention" not in types:
+            types[-1] = "full_attention"
+    return {
+        **config,
+        "layer_types": types,
+        "linear_num_key_heads": key_heads,
+        "linear_num_value_heads": read_count(config, "linear_num_value_heads", heads),
+        "linear_key_head_dim": key,
+        "linear_value_head_dim": read_count(config, "linear_value_head_dim", 2 * key),
+    }
+
+
+def _has_no_base(config: Json, layer: int) -> bool:
+    """OLMo Hybrid: a base that is null switches rotary positions off."""
+    rope = config.get("rope_parameters")
+    rope = rope if isinstance(rope, Mapping) else config
+    return "rope_theta" in rope and rope["rope_theta"] is None
 
 
 _DEEPSEEK: dict[str, Any] = {
@@ -962,6 +1148,89 @@ FAMILIES: dict[str, Family] = {
         defaults=_OLMO | {"rope_theta": 5e5, "sliding_window": 4096},
         fixed={"rope_local_base_freq": 5e5, "sliding_window_pattern": 4},
         lists_layer_types=True,
+    ),
+    "olmo_hybrid": replace(
+        _OLMO2,
+        architecture="OlmoHybridForCausalLM",
+        defaults=_DELTA_RULE
+        | dict.fromkeys(_DELTA_RULE.keys() - {"linear_conv_kernel_dim"})
+        | {"eos_token_id": 100257, "linear_allow_neg_eigval": True},
+        fixed={"mlp_bias": False},
+        prepare=_with_olmo_sizes,
+        lists_layer_types=True,
+        layer_kinds=_LINEAR_KINDS,
+        is_unrotated=_has_no_base,
+        norms_of={"delta_rule": LayerNorms()},
+        renamed={
+            ".attention_layer_norm.": ".input_layernorm.",
+            ".feedforward_layer_norm.": ".post_attention_layernorm.",
+        },
+        delta_rule=DeltaRuleLayout(
+            qkv=("q_proj", "k_proj", "v_proj"),
+            gate=("g_proj",),
+            decay=("a_proj",),
+            beta="b_proj",
+            norm="o_norm",
+            output="o_proj",
+            norm_eps=1e-5,
+        ),
+    ),
+    "qwen3_next": _QWEN3_NEXT,
+    "qwen3_5_text": replace(
+        _QWEN3_NEXT,
+        architecture="Qwen3_5ForCausalLM",
+        defaults=_DELTA_RULE
+        | {"num_key_value_heads": 4, "head_dim": 256, "partial_rotary_factor": 0.25},
+        delta_rule=DeltaRuleLayout(),
+        experts=None,
+    ),
+    "qwen3_5_moe_text": replace(
+        _QWEN3_NEXT,
+        architecture="Qwen3_5MoeForCausalLM",
+        # All layers have experts, and none an MLP of this intermediate_size.
+        defaults={**_QWEN3_NEXT.defaults, "num_experts_per_tok": 8, "intermediate_size": 512},
+        fixed={"norm_topk_prob": True},
+        delta_rule=DeltaRuleLayout(),
+        experts=replace(QWEN3_NEXT, dense_layers=lambda config, layers: (), optional=False),
+    ),
+    "kimi_linear": Family(
+        architecture="KimiLinearForCausalLM",
+        defaults=_DEEPSEEK
+        | _DELTA_RULE
+        | {
+            "bos_token_id": 163584,
+            "eos_token_id": 163586,
+            "q_lora_rank": None,
+            "rms_norm_eps": 1e-5,
+            "linear_head_dim": 128,
+            "linear_num_heads": 32,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 1024,
+            "routed_scaling_factor": 2.446,
+            "norm_topk_prob": True,
+            "n_group": 1,
+            "topk_group": 1,
+            "max_position_embeddings": 1048576,
+        },
+        prepare=_with_kimi_names,
+        lists_layer_types=True,
+        layer_kinds=_LINEAR_KINDS,
+        is_unrotated=lambda config, layer: True,
+        latent=True,
+        renamed={".block_sparse_moe.": ".mlp.", ".forget_gate.": "."},
+        delta_rule=DeltaRuleLayout(
+            module="self_attn",
+            qkv=("q_proj", "k_proj", "v_proj"),
+            gate=("g_a_proj", "g_b_proj"),
+            decay=("f_a_proj", "f_b_proj"),
+            beta="b_proj",
+            norm="o_norm",
+            output="o_proj",
+            gate_activation="sigmoid",
+            norm_in_float32=True,
+        ),
+        experts=KIMI_LINEAR,
     ),
     "granite": Family(architecture="GraniteForCausalLM", defaults=_GRANITE | {"mlp_bias": False}),
     "granitemoehybrid": Family(

@@ -6,6 +6,7 @@ same input (q, k, v and gate, up) are stacked into one product.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -15,20 +16,29 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from ..kernels import Kernels
-from ..kernels.ops.activation import Activate, ActivationName
+from ..kernels.ops.activation import Activate, ActivationName, GateOutput
 from ..kernels.ops.attention import Attend
 from ..kernels.ops.causal_conv import CausalConv
+from ..kernels.ops.delta_rule import DeltaRule
 from ..kernels.ops.experts import Experts
 from ..kernels.ops.latent import LatentQueries, LatentToValues
 from ..kernels.ops.layer_plan import LayerPlan, ModelPlan
 from ..kernels.ops.linear import Linear, stored_bytes
-from ..kernels.ops.norms import Norm, QKNorm
+from ..kernels.ops.norms import GatedNorm, Norm, QKNorm
 from ..kernels.ops.operation import Add, Operation, Residual
-from ..kernels.ops.parameter import ExpertRows, HeadRows, Parameter, Shape, Slice, Source
+from ..kernels.ops.parameter import (
+    ExpertRows,
+    HeadRows,
+    Parameter,
+    Selection,
+    Shape,
+    Slice,
+    Source,
+)
 from ..kernels.ops.rotation import Rotate
 from ..kernels.weights import INT4, MODEL
-from .config import DecoderConfig, LatentConfig, ModelConfig
-from .families import ExpertLayout, ExpertsConfig, Mixer
+from .config import DecoderConfig, DeltaRuleConfig, LatentConfig, ModelConfig
+from .families import DeltaRuleLayout, ExpertLayout, ExpertsConfig, Mixer
 from .rope import UNROTATED, Rope
 from .sharding import check_ranks, shard_plan
 from .transformers.config import TransformersConfig
@@ -60,7 +70,7 @@ def norm(config: ModelConfig, ours: str, theirs: str, *, name: str = "") -> Norm
 
 def linear(
     ours: str,
-    parts: dict[str, int] | Sequence[tuple[str, int, HeadRows | None]],
+    parts: dict[str, int] | Sequence[tuple[str, int, Selection | None]],
     columns: int,
     biased: Container[str] = (),
     *,
@@ -127,7 +137,12 @@ def attention(config: ModelConfig, kind: LayerKind) -> Iterator[Operation]:
     scale = config.attention_multiplier
     if scale is None:
         scale = float((config.query_pre_attn_scalar or config.head_dim) ** -0.5)
-    yield attend(config, kind, scale=scale, value_dim=config.head_dim)
+    attended = attend(config, kind, scale=scale, value_dim=config.head_dim)
+    if config.family.gated_attention:
+        yield replace(attended, writes="attended")
+        yield from _attention_gate(config)
+    else:
+        yield attended
     output = {config.family.output: config.hidden_size}
     biased = tuple(output) if config.attention_bias and config.family.output_bias else ()
     yield linear("attention.output", output, config.num_heads * config.head_dim, biased)
@@ -159,14 +174,30 @@ def attend(
     )
 
 
+def _attention_gate(config: ModelConfig) -> Iterator[Operation]:
+    """The gate of the output of attention: the rows after the queries of each head."""
+    name, size, heads = config.family.qkv[0], config.head_dim, config.num_heads
+    rows = HeadRows(size, heads, size, 0, stride=2 * size)
+    parts = [(name, 2 * heads * size, rows)]
+    gate = linear(
+        "attention.gate", parts, config.hidden_size, (name,) if config.attention_bias else ()
+    )
+    yield replace(gate, reads=("normed",), writes="gate")
+    yield GateOutput(name="gate_output", reads=("attended", "gate"), features=heads * size)
+
+
 def _qkv(config: ModelConfig, kind: LayerKind) -> Linear:
     """The projection to queries, keys and values of all heads, with rows ordered for rotation."""
     names, size, order = config.family.qkv, config.head_dim, _rows_of_head(config, kind.rope)
     heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
     selected = [None if order is None else replace(order, heads=n) for n in heads[:2]]
-    parts: list[tuple[str, int, HeadRows | None]]
+    parts: list[tuple[str, int, Selection | None]]
     if len(names) > 1:
         rows = [n * size for n in heads]
+        if config.family.gated_attention:
+            rows[0] *= 2
+            own = order or HeadRows(0, 1, size, 0)
+            selected[0] = replace(own, heads=heads[0], stride=2 * size)
         parts = list(zip(names, rows, (*selected, None), strict=True))
     elif order is None:
         parts = [(names[0], sum(heads) * size, None)]
@@ -240,6 +271,103 @@ def short_convolution(config: ModelConfig, kind: LayerKind) -> Iterator[Operatio
     yield linear("conv.output", output, hidden, biased)
 
 
+def delta_rule(config: ModelConfig, kind: LayerKind) -> Iterator[Operation]:
+    """Gated DeltaNet, or Kimi Delta Attention."""
+    delta, layout, hidden = config.delta_rule, config.family.delta_rule, config.hidden_size
+    assert delta is not None, "a layer with the delta rule"
+    assert layout is not None, "a layer with the delta rule"
+    at, heads, key_heads = layout.module, delta.linear_num_value_heads, delta.linear_num_key_heads
+    key, value = delta.linear_key_head_dim, delta.linear_value_head_dim
+    keys, values = key_heads * key, heads * value
+    qkv = (keys, keys, values)
+    by_channel = len(layout.decay) > 1
+    decays = heads * key if by_channel else heads
+    split = (
+        sum(qkv),
+        value if len(layout.gate) > 1 else values,
+        key if by_channel else heads,
+        heads,
+    )
+    yield linear("delta.inputs", _delta_inputs(delta, layout, split), hidden, split=split)
+    for part, (own, names, size) in enumerate(
+        (("gate", layout.gate, values), ("decay", layout.decay, decays)), start=1
+    ):
+        if len(names) > 1:
+            yield linear(f"delta.{own}", {f"{at}.{names[1]}": size}, split[part], part=part)
+
+    def conv(names: Sequence[str], sizes: Sequence[int]) -> tuple[Source, ...]:
+        taps = delta.linear_conv_kernel_dim
+        return tuple(
+            Source(f"{at}.{name}.weight", (size, 1, taps))
+            for name, size in zip(names, sizes, strict=True)
+        )
+
+    names, third = ("q_conv1d", "k_conv1d", "v_conv1d"), -(-sum(qkv) // 3)
+    # transformers 5.24 saves them as three equal parts, whatever their sizes are.
+    equal = (third, third, sum(qkv) - 2 * third)
+    yield CausalConv(
+        name="convolution",
+        weight=Parameter(
+            "delta.conv.weight",
+            conv(("conv1d",), (sum(qkv),)),
+            alternatives=(conv(names, qkv), conv(names, equal)),
+        ),
+        silu=True,
+    )
+
+    def number(name: str, shape: Shape) -> Parameter:
+        source = Source(f"{at}.{name}", shape)
+        return Parameter(
+            f"delta.{name}.weight", (source,), (math.prod(shape),), dtype=torch.float32
+        )
+
+    yield DeltaRule(
+        name="delta_rule",
+        a_log=number("A_log", (1, 1, heads, 1) if by_channel else (heads,)),
+        dt_bias=number("dt_bias", (decays,)),
+        key_heads=key_heads,
+        key_dim=key,
+        value_dim=value,
+        beta_scale=2.0 if delta.linear_allow_neg_eigval else 1.0,
+    )
+    yield GatedNorm(
+        name="gated_norm",
+        weight=vector("delta.norm", f"{at}.{layout.norm}", value),
+        eps=layout.norm_eps or config.rms_norm_eps,
+        features=values,
+        group=value,
+        gate=layout.gate_activation,
+        in_float32=layout.norm_in_float32,
+    )
+    yield linear("delta.output", {f"{at}.{layout.output}": hidden}, values)
+
+
+def _delta_inputs(
+    delta: DeltaRuleConfig, layout: DeltaRuleLayout, split: Sequence[int]
+) -> Sequence[tuple[str, int, Selection | None]]:
+    """The tensors of queries, keys and values, the gate, decays and beta, in this order, with their
+    rows and which of them."""
+    at, heads = layout.module, delta.linear_num_key_heads
+    key, value = delta.linear_key_head_dim, delta.linear_value_head_dim
+    each = delta.linear_num_value_heads // heads
+    if not layout.by_key_head:
+        qkv = (heads * key, heads * key, each * heads * value)
+        sizes = qkv if len(layout.qkv) > 1 else (sum(qkv),)
+        names = (*layout.qkv, layout.gate[0], layout.decay[0], layout.beta)
+        rows = (*sizes, *split[1:])
+        return [(f"{at}.{name}", n, None) for name, n in zip(names, rows, strict=True)]
+
+    def parts(name: str, sizes: Sequence[int]) -> list[tuple[str, int, Selection | None]]:
+        stride, starts = sum(sizes), accumulate(sizes, initial=0)
+        return [
+            (f"{at}.{name}", heads * stride, HeadRows(start, heads, size, 0, stride=stride))
+            for start, size in zip(starts, sizes, strict=False)
+        ]
+
+    beta, decay = parts(layout.beta, (each, each))
+    return [*parts(layout.qkv[0], (key, key, each * value, each * value)), decay, beta]
+
+
 # The MLP of a decoder layer as operations.
 
 _ACTIVATIONS: dict[str, ActivationName] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -254,6 +382,24 @@ def gated_mlp(config: ModelConfig) -> Iterator[Operation]:
     yield linear("gate_up", gate_up, hidden, biased, split=(inner, inner))
     yield activate(config, inner)
     yield linear("down", {family.down: hidden}, inner, biased)
+
+
+def gated_shared_expert(config: ModelConfig, inner: int) -> Iterator[Operation]:
+    """An MLP that all tokens use beside the experts, times a gate of the token (Qwen2-MoE)."""
+    traits, hidden = config.family.experts, config.hidden_size
+    assert traits is not None, "only families with experts have an `ExpertsConfig`"
+    gate_up = dict.fromkeys((f"{traits.shared}.gate_proj", f"{traits.shared}.up_proj"), inner)
+    up = linear("shared.gate_up", gate_up, hidden, split=(inner, inner))
+    yield replace(up, reads=("mlp_normed",))
+    yield activate(config, inner)
+    down = linear("shared.down", {f"{traits.shared}.down_proj": hidden}, inner)
+    yield replace(down, writes="shared")
+    gate = linear("shared.gate", {traits.shared_gate: 1}, hidden)
+    yield replace(gate, reads=("mlp_normed",), writes="shared_gate")
+    reads = ("shared", "shared_gate")
+    gated = GateOutput(name="gate_shared", reads=reads, features=hidden, per_feature=False)
+    yield replace(gated, writes="gated_shared")
+    yield Add(name="add_shared", reads=("routed", "gated_shared"))
 
 
 def activate(config: ModelConfig, features: int) -> Activate:
@@ -511,34 +657,53 @@ def _layer(config: ModelConfig, kind: LayerKind) -> Iterator[Operation]:
     norms, scale = next(own, family.layer_norms), config.residual_multiplier
     parallel = family.parallel_residual
     if kind.mixers:
+        mixers = list(_mixers(config, kind))
         if norms.input is not None:
-            shared = parallel or len(kind.mixers) > 1
-            yield replace(
-                norm(config, "input_norm", norms.input), writes="normed" if shared else ""
-            )
-        yield from _mixers(config, kind)
+            own_norm = norm(config, "input_norm", norms.input)
+            yield _named(own_norm, "normed", mixers, always=parallel)
+        yield from mixers
         if norms.attention_output is not None:
             yield norm(config, "attention_output_norm", norms.attention_output)
         yield Residual(name="residual", scale=scale)
     if kind.feed_forward is None:
         return
+    feed_forward = list(_feed_forward(config, kind))
     if norms.mlp is not None:
-        yield norm(config, "mlp_norm", norms.mlp)
-    if kind.feed_forward == "experts":
-        assert config.experts is not None, "a layer with experts"
-        yield experts(config, config.experts)
-    else:
-        up, *rest = gated_mlp(config)
-        yield replace(up, reads=("normed",)) if parallel else up
-        yield from rest
+        yield _named(norm(config, "mlp_norm", norms.mlp), "mlp_normed", feed_forward)
+    yield from feed_forward
     if norms.mlp_output is not None:
         yield norm(config, "mlp_output_norm", norms.mlp_output)
     yield Residual(name="residual", scale=scale)
 
 
+def _named(
+    op: Operation, name: str, later: Iterable[Operation], *, always: bool = False
+) -> Operation:
+    """Name the value of an operation if a later one reads it by name."""
+    return replace(op, writes=name) if always or any(name in o.reads for o in later) else op
+
+
+def _feed_forward(config: ModelConfig, kind: LayerKind) -> Iterator[Operation]:
+    """The operations of the MLP or the experts of a layer."""
+    if kind.feed_forward == "mlp":
+        up, *rest = gated_mlp(config)
+        yield replace(up, reads=("normed",)) if config.family.parallel_residual else up
+        yield from rest
+        return
+    moe = config.experts
+    assert moe is not None, "a layer with experts"
+    routed = experts(config, moe)
+    if not moe.shared_expert_intermediate_size:
+        yield routed
+        return
+    yield replace(routed, writes="routed")
+    yield from gated_shared_expert(config, moe.shared_expert_intermediate_size)
+
+
 _MIXERS: Mapping[Mixer, Callable[[ModelConfig, LayerKind], Iterator[Operation]]] = {
     "attention": attention,
     "conv": short_convolution,
+    "delta_rule": delta_rule,
 }
 """The operations of each mixer, from the norm of a layer's input to what is added to it."""
 

@@ -22,6 +22,7 @@ from stepgraph.runtime.models.sharding import ShardedVocabulary
 from stepgraph.runtime.sampling.reference_sampler import sample_greedy
 from stepgraph.runtime.sampling_params import SamplingParams
 
+from ..rigs.hybrid_models import HYBRID_VARIANTS
 from ..rigs.sharding_rig import (
     COLUMNS,
     PROMPTS,
@@ -44,7 +45,7 @@ REPEATED = (  # of parts that others have
     *("llama_longrope", "llama_dynamic", "phi3_longrope", "olmo3_lengths", "mixtral_all"),
     *("qwen3_moe_sliding", "gpt_oss_odd", "deepseek_v2_greedy", "deepseek_v3_scaled"),
 )
-SPLIT = [variant for variant in VARIANTS if variant != "lfm2"]  # convolutions are not
+SPLIT = [v for v in VARIANTS if v != "lfm2" and v not in HYBRID_VARIANTS]  # convolutions are not
 QUICK = [variant for variant in SPLIT if variant not in REPEATED]
 CASES = [  # quick: two or four ranks by turns
     (variant, ranks)

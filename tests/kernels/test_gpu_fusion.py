@@ -135,8 +135,8 @@ def test_which_families_have_no_layers_of_kernels() -> None:
         expected = set()
         if "deepseek" in config.model_type:
             expected.add(("decoder layers", "native layers do not support latent attention"))
-        if config.conv:
-            expected.add(("decoder layers", "native layers do not support convolutions"))
+        if config.conv or config.delta_rule:
+            expected = {("decoder layers", "native layers do not support convolutions")}
         if config.family.centred_norms:
             why = "native layers do not support input_norm with centred, writes"
             expected.add(("decoder layers", why))

@@ -36,6 +36,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v3": DENSE,
     **{kind: {"num_local_experts": 8} for kind in ("mixtral", "gpt_oss", "llama4_text")},
     "qwen3_moe": {"num_experts": 8},
+    "qwen3_next": {"num_experts": 8, "num_experts_per_tok": 3},
+    "qwen3_5_text": {},
+    "qwen3_5_moe_text": {"num_experts": 8},
+    "kimi_linear": {"num_local_experts": 8, "num_key_value_heads": 32, "pad_token_id": None},
+    "olmo_hybrid": {"pad_token_id": None},
 }
 """Keys that a config of each family must have, besides sizes."""
 GEMMA_3_1B: dict[str, Any] = {  # as published, in the layout of transformers 4
@@ -206,6 +211,15 @@ LINEAR = {"rope_type": "linear", "factor": 4}
         ("lfm2", {"layer_types": ["conv"] * 7}),
         ("lfm2", {"full_attn_idxs": [0.5]}),
         ("lfm2", {"conv_L_cache": 0, "layer_types": ["conv", *F] * 4}),
+        ("qwen3_next", {"linear_num_value_heads": 24}),
+        ("qwen3_next", {"linear_conv_kernel_dim": 0}),
+        ("qwen3_next", {"full_attention_interval": 0}),
+        ("qwen3_5_text", {"mamba_ssm_dtype": "float8"}),
+        ("qwen3_5_moe_text", {"linear_key_head_dim": 0}),
+        ("kimi_linear", {"mlp_layer_types": ["dense", "mixed"] * 4}),
+        ("kimi_linear", {"linear_attn_config": 3}),
+        ("kimi_linear", {"linear_attn_config": {"full_attn_layers": [9], "kda_layers": [1]}}),
+        ("olmo_hybrid", {"linear_value_head_dim": -1}),
         ("cohere2", {"layer_types": ["sliding_attention"] * 7}),
         *((kind, {"layer_types": S * 8, "sliding_window": 9}) for kind in ("qwen2", "qwen3")),
         ("gemma2", {"hidden_activation": "gelu"}),

@@ -25,7 +25,10 @@ _FIELDS = {
     **{"window": "sliding_window", "tied": "tie_word_embeddings", "rope": "rope_parameters"},
     **{"length": "max_position_embeddings", "top_k": "num_experts_per_tok"},
 }
-_LAYER_TYPES = {"s": "sliding_attention", "f": "full_attention", "c": "conv"}
+_LAYER_TYPES = {
+    **{"s": "sliding_attention", "f": "full_attention", "c": "conv"},
+    "l": "linear_attention",
+}
 
 
 def variant(

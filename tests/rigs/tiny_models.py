@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from .expert_models import EXPERT_VARIANTS, YARN
 from .family_variants import BIASES, FAMILY_VARIANTS, LENGTH_VARIANTS, sliding, variant
+from .hybrid_models import HYBRID_VARIANTS
 
 LLAMA3_ROPE = {
     **{"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0},
@@ -80,6 +81,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     **FAMILY_VARIANTS,
     **LENGTH_VARIANTS,
     **EXPERT_VARIANTS,
+    **HYBRID_VARIANTS,
 }
 BASE: dict[str, Any] = {
     **{"vocab_size": 97, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3},
@@ -197,20 +199,22 @@ def randomize(model: PreTrainedModel) -> None:
 
     Matrices are scaled by the number of their inputs, so that what a layer adds is of order one,
     and embeddings are small, because a model with tied ones would otherwise repeat its last token.
-    Gemma multiplies its embeddings by the root of the hidden size, and its norms by one plus their
-    weight.
+    Gemma multiplies its embeddings by the root of the hidden size. It and Qwen3-Next multiply norms
+    by one plus their weight, but not the norms in layers with the delta rule.
     """
     torch.manual_seed(3)
     gemma = model.config.model_type.startswith("gemma")
-    one = 0.0 if gemma else 1.0
+    one = 0.0 if gemma or model.config.model_type.startswith(("qwen3_next", "qwen3_5")) else 1.0
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(("bias", "sinks")):
                 parameter.normal_(0.0, 0.3)
             elif name == "model.norm.weight":
-                parameter.normal_(20.0 if gemma else 1.5, 0.25)
+                parameter.normal_(20.0 if gemma else one + 0.5, 0.25)
             elif "norm" in name:
-                parameter.normal_(one, 0.2)
+                parameter.normal_(1.0 if "linear_attn" in name else one, 0.2)
+            elif name.endswith("A_log"):
+                parameter.uniform_(-3.0, 1.0)
             elif "embed_tokens" in name or "lm_head" in name:
                 parameter.normal_(0.0, 0.02 if gemma else 0.3)
             else:

@@ -1,4 +1,4 @@
-"""Gated activations. Shapes: T tokens, F features."""
+"""Gated activations and outputs. Shapes: T tokens, F features."""
 
 from __future__ import annotations
 
@@ -64,3 +64,32 @@ class Activate(Operation):
 
     def live_bytes(self, hidden: int, itemsize: int, *, eager: bool) -> int:
         return itemsize * ((4 if eager else 3) * self.features + 3 * hidden)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GateOutput(Operation):
+    """`x * sigmoid(gate)` of the two values that it reads: x `[T, F]`, and the gate `[T, F]` or
+    `[T, 1]`."""
+
+    features: int
+    """F."""
+    per_feature: bool = True
+    """Whether the gate has F features, and not one."""
+
+    @property
+    def title(self) -> str:
+        return "gated outputs"
+
+    def bind(self, to: Binding) -> Run:
+        sigmoid = per_token(to.kernels, torch.sigmoid)
+        return lambda parts, step: parts[0] * sigmoid(parts[1])
+
+    def shard(self, layer: ShardedLayer, following: Operation | None) -> Iterator[Operation]:
+        own = len(layer.rank.part(self.features)) if self.per_feature else self.features
+        yield replace(self, features=own)
+
+    def needed_units(self, split: tuple[int, ...], layer: ShardedLayer) -> Sequence[range] | None:
+        return [layer.rank.part(features) for features in split] if self.per_feature else None
+
+    def live_bytes(self, hidden: int, itemsize: int, *, eager: bool) -> int:
+        return itemsize * (2 * hidden + 4 * self.features)

@@ -252,7 +252,9 @@ class Linear(Operation):
         return lambda x_TF, step: linear(x_TF).unflatten(1, (-1, unit)).split(sizes, dim=1)
 
     def shard(self, layer: ShardedLayer, following: Operation | None) -> Iterator[Operation]:
-        if layer.is_cut:  # each rank multiplies its part of the input; one adds the bias
+        if (
+            layer.is_cut and not self.reads
+        ):  # each rank multiplies its part of the input; one adds the bias
             layer.is_cut = False
             weight, bias = layer.rank.columns(self.weight), layer.rank.once(self.bias)
             own = replace(self, weight=weight, bias=bias)

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from ..choice import Kernels
 from .operation import (
@@ -19,6 +21,7 @@ from .operation import (
     Operation,
     Run,
     ShardedLayer,
+    Vector,
     collectives_of,
     on_part,
     per_token,
@@ -95,6 +98,57 @@ class Norm(Operation):
 
     def live_bytes(self, hidden: int, itemsize: int, *, eager: bool) -> int:
         return itemsize * 2 * hidden + (12 * hidden if eager else 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedNorm(Operation):
+    """Norm of each group of features of the first part of the value, times an activation of the
+    second part, the gate: `[T, D]`. Both may have their features in several dimensions."""
+
+    weight: Parameter
+    """Of a group, or of all groups: `[D]`."""
+    eps: float
+    features: int
+    """D."""
+    group: int
+    """Elements that are normed together."""
+    gate: Literal["silu", "sigmoid"] = "silu"
+    gate_first: bool = False
+    """Whether the gate multiplies the input of the norm, not its output (Mamba-2)."""
+    in_float32: bool = False
+    """Whether the weight multiplies in float32, before the product is rounded (Kimi Linear)."""
+
+    @property
+    def title(self) -> str:
+        return "gated norms"
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        return (self.weight,)
+
+    def bind(self, to: Binding) -> Run:
+        held = to.module(self.weight, Vector)
+        shape, eps = (self.features // self.group, self.group), self.eps
+        activation = F.silu if self.gate == "silu" else torch.sigmoid
+        gate_first, in_float32 = self.gate_first, self.in_float32
+
+        def norm(x: Tensor, gate: Tensor) -> Tensor:
+            x_TNE, dtype = x.reshape(-1, *shape).float(), x.dtype
+            gate_TNE = activation(gate.reshape(-1, *shape).float())
+            if gate_first:
+                x_TNE = x_TNE * gate_TNE
+            x_TNE = x_TNE * torch.rsqrt(mean_square(x_TNE)[..., None] + eps)
+            weight_NE: Tensor = held.weight.view(-1, shape[1])
+            x_TNE = weight_NE.float() * x_TNE if in_float32 else weight_NE * x_TNE.to(dtype)
+            if not gate_first:
+                x_TNE = x_TNE * gate_TNE
+            return x_TNE.to(dtype).flatten(1)
+
+        norm = per_token(to.kernels, norm)
+        return lambda parts, step: norm(*parts)
+
+    def live_bytes(self, hidden: int, itemsize: int, *, eager: bool) -> int:
+        return itemsize * (hidden + 3 * self.features) + 4 * (4 if eager else 1) * self.features
 
 
 @dataclass(frozen=True, kw_only=True)

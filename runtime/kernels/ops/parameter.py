@@ -39,6 +39,8 @@ class HeadRows:
 
         head_dim 8, rotary_dim 4                pairs (0, 2), (1, 3) -> rows 0 1 4 5 2 3 6 7
         the same, interleaved                   pairs (0, 1), (2, 3) -> rows 0 2 4 5 1 3 6 7
+
+    With rotary_dim 0 they are not reordered.
     """
 
     start: int
@@ -49,6 +51,8 @@ class HeadRows:
     """Elements of a head that are rotated; even."""
     interleaved: bool = False
     """Whether the elements of a rotated pair are neighbours."""
+    stride: int = 0
+    """Rows from one head to the next, where other rows lie between them; 0: `head_dim`."""
 
     def shape(self, stored: Shape) -> Shape:
         return (self.heads * self.head_dim, *stored[1:])
@@ -59,11 +63,12 @@ class HeadRows:
     def _rows(self) -> Tensor:
         """Row of the stored tensor for each row of the part, int64."""
         half = self.rotary_dim // 2
-        element = torch.arange(self.head_dim)
-        rotated, plain = element[: self.rotary_dim], element[self.rotary_dim :]
-        pairs = rotated.view(half, 2).T if self.interleaved else rotated.view(2, half)
-        order = torch.cat((pairs, plain.view(2, -1)), dim=1).flatten()
-        heads = torch.arange(self.heads)[:, None] * self.head_dim
+        order = torch.arange(self.head_dim)
+        if half:
+            rotated, plain = order[: self.rotary_dim], order[self.rotary_dim :]
+            pairs = rotated.view(half, 2).T if self.interleaved else rotated.view(2, half)
+            order = torch.cat((pairs, plain.view(2, -1)), dim=1).flatten()
+        heads = torch.arange(self.heads)[:, None] * (self.stride or self.head_dim)
         return (self.start + heads + order).flatten()
 
 
@@ -332,5 +337,6 @@ def _narrow(selection: Selection | None, part: Slice) -> Selection:
     if isinstance(selection, HeadRows) and part.dim == 0:
         heads, left = divmod(part.count, selection.head_dim)
         if not left and not part.start % selection.head_dim:
-            return replace(selection, start=selection.start + part.start, heads=heads)
+            first = part.start // selection.head_dim * (selection.stride or selection.head_dim)
+            return replace(selection, start=selection.start + first, heads=heads)
     return part if selection is None else Narrowed(selection, part)
