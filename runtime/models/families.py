@@ -136,6 +136,8 @@ class ExpertsConfig:
     """Groups that a token chooses from."""
     group_score: GroupScore = "max"
     """As `Routing.group_score`."""
+    use_expert_bias: bool = True
+    """Whether the choice of experts is corrected, in families with a correction."""
     dense_layers: tuple[int, ...] = ()
     """Layers with an MLP."""
 
@@ -708,6 +710,22 @@ KIMI_LINEAR = replace(
     layouts=(ExpertLayout.of_tensors("mlp", names=("w1", "w3", "w2")), _STACKED),
 )
 
+LFM2_MOE = ExpertTraits(
+    scores="sigmoid",
+    dense_layers=lambda config, layers: tuple(
+        range(min(read_field(config, "num_dense_layers", int), layers))
+    ),
+    layouts=(
+        ExpertLayout.of_tensors("feed_forward", names=("w1", "w3", "w2")),
+        ExpertLayout(
+            router="feed_forward.gate",
+            gate_up=("feed_forward.experts.gate_up_proj",),
+            down="feed_forward.experts.down_proj",
+        ),
+    ),
+    correction="feed_forward.expert_bias",
+)
+
 LLAMA4 = ExpertTraits(
     scores="sigmoid",
     dense_layers=_llama4_dense,
@@ -912,6 +930,36 @@ _DEEPSEEK: dict[str, Any] = {
     "v_head_dim": 128,
 }
 
+_LFM2_DEFAULTS: dict[str, Any] = {
+    **_LLAMA_TOKENS,
+    "num_key_value_heads": 8,
+    "norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+    "rope_theta": 1e6,
+    "conv_L_cache": 3,
+    "conv_bias": False,
+    "block_multiple_of": 256,
+    "block_ffn_dim_multiplier": 1.0,
+    "block_auto_adjust_ff_dim": True,
+}
+
+_LFM2 = Family(
+    architecture="Lfm2ForCausalLM",
+    defaults=_LFM2_DEFAULTS,
+    fixed={"attention_bias": False, "mlp_bias": False},
+    keys={"rms_norm_eps": "norm_eps", "conv_taps": "conv_L_cache"},
+    prepare=_with_lfm2_names,
+    lists_layer_types=True,
+    layer_kinds={"full_attention": "full_attention", "conv": "conv"},
+    layer_norms=LayerNorms(input="operator_norm", mlp="ffn_norm"),
+    output="self_attn.out_proj",
+    gate_up=("feed_forward.w1", "feed_forward.w3"),
+    down="feed_forward.w2",
+    qk_norm="each_head",
+    qk_norm_names=("q_layernorm", "k_layernorm"),
+    final_norm="model.embedding_norm",
+)
+
 FAMILIES: dict[str, Family] = {
     "llama": Family(
         architecture="LlamaForCausalLM",
@@ -1114,32 +1162,21 @@ FAMILIES: dict[str, Family] = {
         centred_norms=True,
         parallel_residual=True,
     ),
-    "lfm2": Family(
-        architecture="Lfm2ForCausalLM",
-        defaults={
-            **_LLAMA_TOKENS,
-            "num_key_value_heads": 8,
-            "norm_eps": 1e-5,
-            "tie_word_embeddings": True,
-            "rope_theta": 1e6,
-            "conv_L_cache": 3,
-            "conv_bias": False,
-            "block_multiple_of": 256,
-            "block_ffn_dim_multiplier": 1.0,
-            "block_auto_adjust_ff_dim": True,
+    "lfm2": _LFM2,
+    "lfm2_moe": replace(
+        _LFM2,
+        architecture="Lfm2MoeForCausalLM",
+        defaults=_LFM2_DEFAULTS
+        | {
+            "num_dense_layers": 2,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1792,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 1.0,
+            "use_expert_bias": True,
         },
-        fixed={"attention_bias": False, "mlp_bias": False},
-        keys={"rms_norm_eps": "norm_eps", "conv_taps": "conv_L_cache"},
-        prepare=_with_lfm2_names,
-        lists_layer_types=True,
-        layer_kinds={"full_attention": "full_attention", "conv": "conv"},
-        layer_norms=LayerNorms(input="operator_norm", mlp="ffn_norm"),
-        output="self_attn.out_proj",
-        gate_up=("feed_forward.w1", "feed_forward.w3"),
-        down="feed_forward.w2",
-        qk_norm="each_head",
-        qk_norm_names=("q_layernorm", "k_layernorm"),
-        final_norm="model.embedding_norm",
+        fixed={**_LFM2.fixed, "block_auto_adjust_ff_dim": False},
+        experts=LFM2_MOE,
     ),
     "olmo2": _OLMO2,
     "olmo3": replace(

@@ -470,7 +470,7 @@ def experts(config: ModelConfig, moe: ExpertsConfig) -> Experts:
         return parameter(f"router.{leaf}", shape, sources, **more)
 
     correction = None
-    if traits.correction:
+    if traits.correction and moe.use_expert_bias:
         source = Source(traits.correction, (routed,))
         correction = Parameter("experts.correction.weight", (source,), dtype=torch.float32)
     total = routed + always

@@ -45,7 +45,11 @@ REPEATED = (  # of parts that others have
     *("llama_longrope", "llama_dynamic", "phi3_longrope", "olmo3_lengths", "mixtral_all"),
     *("qwen3_moe_sliding", "gpt_oss_odd", "deepseek_v2_greedy", "deepseek_v3_scaled"),
 )
-SPLIT = [v for v in VARIANTS if v != "lfm2" and v not in HYBRID_VARIANTS]  # convolutions are not
+SPLIT = [  # neither convolutions nor recurrences are
+    variant
+    for variant in VARIANTS
+    if not variant.startswith("lfm2") and variant not in HYBRID_VARIANTS
+]
 QUICK = [variant for variant in SPLIT if variant not in REPEATED]
 CASES = [  # quick: two or four ranks by turns
     (variant, ranks)

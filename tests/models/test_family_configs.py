@@ -41,6 +41,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": {"num_experts": 8},
     "kimi_linear": {"num_local_experts": 8, "num_key_value_heads": 32, "pad_token_id": None},
     "olmo_hybrid": {"pad_token_id": None},
+    "lfm2_moe": {"num_experts": 8, "layer_types": ["conv", "full_attention"] * 4},
 }
 """Keys that a config of each family must have, besides sizes."""
 GEMMA_3_1B: dict[str, Any] = {  # as published, in the layout of transformers 4

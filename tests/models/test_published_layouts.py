@@ -45,6 +45,10 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
         "mlx",
         {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
     ),
+    "Lfm2MoeForCausalLM": (
+        "mlx",
+        EXPERTS | {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    ),
 }
 """How each class is stored, and its sizes beyond `TEXT`."""
 WEIGHTS = ("proj.weight", "w1.weight", "w2.weight", "w3.weight")

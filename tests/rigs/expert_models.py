@@ -73,6 +73,15 @@ EXPERT_VARIANTS: dict[str, dict[str, Any]] = {
     "deepseek_v3_scaled": _deepseek(3, (4, 2, 1, 40), (1, 1), q_lora_rank=22)
     | {"first_k_dense_replace": 0, "norm_topk_prob": False, "routed_scaling_factor": 1.5}
     | {"save_original_format": False},
+    "lfm2_moe": {
+        **variant("lfm2_moe", "cfccf", num_experts=6, top_k=3, moe_intermediate_size=20),
+        **{"num_dense_layers": 2, "routed_scaling_factor": 1.3},
+    },
+    "lfm2_moe_unbiased": {
+        **variant("lfm2_moe", "cf", kv_heads=1, num_experts=4, top_k=2, moe_intermediate_size=33),
+        **{"num_dense_layers": 0, "use_expert_bias": False, "norm_topk_prob": False},
+        **{"conv_bias": True, "conv_L_cache": 4, "save_original_format": False},
+    },
     "llama4": {
         **variant("llama4_text", 6, num_local_experts=4, top_k=2, features=36, tied=False),
         **{"interleave_moe_layer_step": 2, "intermediate_size_mlp": 50},

@@ -220,7 +220,7 @@ def randomize(model: PreTrainedModel) -> None:
             else:
                 parameter.normal_(0.0, 2.0 * parameter.shape[1] ** -0.5)
         for name, buffer in model.named_buffers():
-            if name.endswith("correction_bias"):
+            if name.endswith(("correction_bias", "expert_bias")):
                 buffer.normal_(0.0, 0.3)
 
 
