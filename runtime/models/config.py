@@ -378,7 +378,9 @@ def _read_experts(config: Json, family: Family) -> ExpertsConfig | None:
     layers = read_field(config, "num_hidden_layers", int)
     dense = traits.dense_layers(config, layers)
     counts = {
-        key: count for key in _COUNTS if (count := read_optional(config, key, int)) is not None
+        key: count
+        for key in dict.fromkeys((family.key("num_experts"), *_COUNTS))
+        if (count := read_optional(config, key, int)) is not None
     }
     if len(set(counts.values())) > 1:
         raise CheckpointError(f"the config has different numbers of experts: {counts}")
@@ -476,7 +478,7 @@ class ModelConfig(DecoderConfig):
     sliding_window: Size | None = None
     """Tokens that a token of a sliding layer attends to, itself included."""
     use_qk_norm: bool = True
-    """Whether queries and keys are normed, in families that norm them without weight."""
+    """Whether queries and keys are normed, in families that norm them."""
     temperature: AttentionTemperature | None = None
     """Of the queries of layers without rotation."""
     query_pre_attn_scalar: Number | None = None

@@ -86,8 +86,9 @@ DEEPSEEK_MTP = MtpLayout(
     copies=frozenset({"embed_tokens.weight", "shared_head.head.weight"}),
 )
 
-"""DeepSeek-V3 (arXiv 2412.19437, section 2.2). Further drafts are accepted more often if the output
-is normed: vLLM #45895, ROCm/ATOM #1764."""
+"""DeepSeek-V3 (arXiv 2412.19437, section 2.2), GLM-4.5 to 4.7 and GLM-4.7-Flash (`MtpModel` of
+transformers 5.24; vLLM's `glm4_moe_mtp.py` and `glm4_moe_lite_mtp.py`). Further drafts are accepted
+more often if the output is normed: vLLM #45895, ROCm/ATOM #1764."""
 
 MIMO_MTP = MtpLayout(
     modules="model.mtp_layers.",
@@ -232,6 +233,8 @@ class ExpertTraits:
     """Experts have biases: stacked tensors with the suffix `_bias`."""
     correction: str = ""
     """Name of the correction of scores for the choice of experts; empty: there is none."""
+    correction_rows: bool = False
+    """The correction is stored as a matrix with one row (ERNIE 4.5)."""
     scaled_inputs: bool = False
     """Scores multiply the input of an expert, not its output (Llama 4)."""
 
@@ -369,7 +372,8 @@ class Family:
     """Whether the output projection of attention has a bias if q, k and v have one."""
     qk_norm: Literal["none", "each_head", "all_heads", "unweighted"] = "none"
     """What is normed of queries and keys before they are rotated: each head of a token by itself,
-    or all its heads together; or each head without weight, in layers with rotation only."""
+    or all its heads together; or each head without weight, in layers with rotation only. A config
+    without `use_qk_norm` norms nothing, in families that read the key."""
     parallel_residual: bool = False
     """Attention and MLP read the same norm of the layer's input, and both are added to it."""
     centred_norms: bool = False
@@ -629,6 +633,46 @@ def _deepseek_dense(config: Json, layers: int) -> tuple[int, ...]:
     return tuple(range(max(0, min(first, layers))))
 
 
+def _listed_dense(config: Json, layers: int) -> tuple[int, ...]:
+    """GLM-4.7-Flash, Hy3: `mlp_layer_types` lists `dense` and `sparse`; default: the first layer
+    is dense."""
+    listed = config.get("mlp_layer_types")
+    if listed is None:
+        return (0,)
+    if not isinstance(listed, list) or len(listed) != layers or {*listed} - {"dense", "sparse"}:
+        raise CheckpointError(
+            f"mlp_layer_types must list 'dense' or 'sparse' for each of {layers} layers "
+            f"(num_hidden_layers), not {bounded_repr(listed)}"
+        )
+    return tuple(i for i, kind in enumerate(listed) if kind == "dense")
+
+
+def _ernie_dense(config: Json, layers: int) -> tuple[int, ...]:
+    step = read_count(config, "moe_layer_interval")
+    first = read_field(config, "moe_layer_start_index", int)
+    last = read_field(config, "moe_layer_end_index", int)
+    sparse = range(first, layers if last == -1 else last + 1)
+    return tuple(i for i in range(layers) if i not in sparse or (i + 1) % step)
+
+
+def _without_biases(config: Json) -> Json:
+    """ERNIE 4.5: refuse biases, which the output projection of the model would have as well."""
+    if read_field(config, "use_bias", bool):
+        raise CheckpointError(
+            "use_bias is set; only models without biases (use_bias = false) are supported for "
+            "Ernie4_5_MoeForCausalLM"
+        )
+    return config
+
+
+def _with_rotary_dim(config: Json) -> Json:
+    """MiniMax M2: `rotary_dim` elements of a head are rotated."""
+    rotated = read_optional(config, "rotary_dim", int)
+    if rotated is None or config.get("partial_rotary_factor") is not None:
+        return config
+    return {**config, "partial_rotary_factor": rotated / read_count(config, "head_dim")}
+
+
 def _layers(config: Json, name: str) -> frozenset[int]:
     value = config.get(name)
     if value is None:
@@ -691,17 +735,9 @@ QWEN3_NEXT = replace(QWEN3_MOE, shared="mlp.shared_expert", shared_gate="mlp.sha
 
 
 def _kimi_dense(config: Json, layers: int) -> tuple[int, ...]:
-    types = config.get("mlp_layer_types")
-    if types is None:
-        return tuple(
-            range(max(0, min(read_field(config, "first_k_dense_replace", int, 1), layers)))
-        )
-    if not isinstance(types, list) or len(types) != layers or {*types} - {"dense", "sparse"}:
-        raise CheckpointError(
-            f"mlp_layer_types must be a list of 'dense' or 'sparse' for {layers} layers, not "
-            + bounded_repr(types)
-        )
-    return tuple(layer for layer, kind in enumerate(types) if kind == "dense")
+    if config.get("mlp_layer_types") is not None:
+        return _listed_dense(config, layers)
+    return tuple(range(max(0, min(read_field(config, "first_k_dense_replace", int, 1), layers))))
 
 
 KIMI_LINEAR = replace(
@@ -724,6 +760,28 @@ LFM2_MOE = ExpertTraits(
         ),
     ),
     correction="feed_forward.expert_bias",
+)
+
+HY_V3 = ExpertTraits(
+    scores="sigmoid",
+    dense_layers=_listed_dense,
+    layouts=(ExpertLayout.of_tensors("mlp", "router.gate"),),
+    shared="mlp.shared_mlp",
+    correction="mlp.expert_bias",
+)
+
+ERNIE4_5 = ExpertTraits(
+    dense_layers=_ernie_dense,
+    layouts=(_BY_EXPERT, _STACKED),
+    shared="mlp.shared_experts",
+    correction="mlp.moe_statics.e_score_correction_bias",
+    correction_rows=True,
+)
+
+MINIMAX_M2 = ExpertTraits(
+    scores="sigmoid",
+    layouts=MIXTRAL.layouts,
+    correction="block_sparse_moe.e_score_correction_bias",
 )
 
 LLAMA4 = ExpertTraits(
@@ -1027,6 +1085,123 @@ FAMILIES: dict[str, Family] = {
         keys={"num_experts": "n_routed_experts"},
         experts=DEEPSEEK_V3,
         mtp=DEEPSEEK_MTP,
+    ),
+    "glm4_moe": Family(
+        architecture="Glm4MoeForCausalLM",
+        defaults={
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "partial_rotary_factor": 0.5,
+            "use_qk_norm": False,
+            "first_k_dense_replace": 1,
+            "n_routed_experts": 128,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 1408,
+            "routed_scaling_factor": 1.0,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": True,
+        },
+        output_bias=False,
+        qk_norm="each_head",
+        keys={"num_experts": "n_routed_experts"},
+        experts=DEEPSEEK_V3,
+        mtp=DEEPSEEK_MTP,
+    ),
+    "glm4_moe_lite": Family(
+        architecture="Glm4MoeLiteForCausalLM",
+        defaults={
+            "bos_token_id": 0,
+            "eos_token_id": 1,
+            "num_key_value_heads": 20,
+            "rms_norm_eps": 1e-5,
+            "kv_lora_rank": 512,
+            "q_lora_rank": 768,
+            "qk_nope_head_dim": 192,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 256,
+            "rope_interleave": True,
+            "n_routed_experts": 64,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1536,
+            "routed_scaling_factor": 1.8,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": True,
+        },
+        latent=True,
+        keys={"num_experts": "n_routed_experts"},
+        experts=replace(DEEPSEEK_V3, dense_layers=_listed_dense),
+        mtp=DEEPSEEK_MTP,
+    ),
+    "ernie4_5_moe": Family(
+        architecture="Ernie4_5_MoeForCausalLM",
+        defaults={
+            **_LLAMA_TOKENS,
+            "num_key_value_heads": 4,
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": True,
+            "rope_theta": 5e5,
+            "use_bias": False,
+            "moe_num_experts": 64,
+            "moe_num_shared_experts": 2,
+            "moe_k": 6,
+            "moe_intermediate_size": 1536,
+            "moe_layer_start_index": 1,
+            "moe_layer_end_index": -1,
+            "moe_layer_interval": 1,
+        },
+        fixed={"attention_bias": False, "norm_topk_prob": True},
+        keys={
+            "num_experts": "moe_num_experts",
+            "n_shared_experts": "moe_num_shared_experts",
+            "num_experts_per_tok": "moe_k",
+        },
+        prepare=_without_biases,
+        rope_interleaved=True,
+        experts=ERNIE4_5,
+    ),
+    "hy_v3": Family(
+        architecture="HYV3ForCausalLM",
+        defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 11_158_840.0,
+            "mlp_bias": False,
+            "num_experts": 192,
+            "num_shared_experts": 1,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 1536,
+            "router_scaling_factor": 2.826,
+        },
+        fixed={"norm_topk_prob": True},
+        qk_norm="each_head",
+        keys={
+            "n_shared_experts": "num_shared_experts",
+            "routed_scaling_factor": "router_scaling_factor",
+        },
+        experts=HY_V3,
+    ),
+    "minimax_m2": Family(
+        architecture="MiniMaxM2ForCausalLM",
+        defaults={
+            "bos_token_id": 200034,
+            "eos_token_id": 200020,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "rope_theta": 5e6,
+            "partial_rotary_factor": 1.0,
+            "num_local_experts": 256,
+            "num_experts_per_tok": 8,
+        },
+        fixed={"attention_bias": False, "norm_topk_prob": True},
+        qk_norm="all_heads",
+        keys=_LOCAL_EXPERTS,
+        prepare=_with_rotary_dim,
+        experts=MINIMAX_M2,
     ),
     "mixtral": Family(
         architecture="MixtralForCausalLM",

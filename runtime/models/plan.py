@@ -128,8 +128,8 @@ def attention(config: ModelConfig, kind: LayerKind) -> Iterator[Operation]:
         yield from latent_attention(config, kind, config.latent)
         return
     yield _qkv(config, kind)
-    normed = config.family.qk_norm
-    if normed == "unweighted" and (not config.use_qk_norm or kind.rope == UNROTATED):
+    normed = config.family.qk_norm if config.use_qk_norm else "none"
+    if normed == "unweighted" and kind.rope == UNROTATED:
         normed = "none"
     if normed != "none":
         yield _qk_norm(config, kind)
@@ -471,8 +471,11 @@ def experts(config: ModelConfig, moe: ExpertsConfig) -> Experts:
 
     correction = None
     if traits.correction and moe.use_expert_bias:
-        source = Source(traits.correction, (routed,))
-        correction = Parameter("experts.correction.weight", (source,), dtype=torch.float32)
+        stored = (1, routed) if traits.correction_rows else (routed,)
+        source = Source(traits.correction, stored)
+        correction = Parameter(
+            "experts.correction.weight", (source,), (routed,), dtype=torch.float32
+        )
     total = routed + always
     return Experts(
         name="experts",

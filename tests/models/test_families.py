@@ -36,6 +36,7 @@ ROUNDED_ALIKE = (  # as others: llama, olmo2, glm4, gemma3 and deepseek_v3
 )
 COMPILED = (  # a family without native layers costs a minute of compilation
     *("odd", "gemma2", "smollm3", "phi3", "olmo3", "granite", "glm4_odd", "mixtral_all"),
+    "ernie4_5_moe",
 )
 CPU = torch.device("cpu")
 

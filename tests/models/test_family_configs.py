@@ -42,6 +42,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "kimi_linear": {"num_local_experts": 8, "num_key_value_heads": 32, "pad_token_id": None},
     "olmo_hybrid": {"pad_token_id": None},
     "lfm2_moe": {"num_experts": 8, "layer_types": ["conv", "full_attention"] * 4},
+    "glm4_moe": {},
+    "glm4_moe_lite": {"num_key_value_heads": 32},
+    **{kind: {} for kind in ("ernie4_5_moe", "hy_v3", "minimax_m2")},
 }
 """Keys that a config of each family must have, besides sizes."""
 GEMMA_3_1B: dict[str, Any] = {  # as published, in the layout of transformers 4
@@ -246,6 +249,10 @@ LINEAR = {"rope_type": "linear", "factor": 4}
         ("deepseek_v3", {"n_group": 7}),
         ("deepseek_v3", {"n_group": 256, "topk_group": 8}),
         ("deepseek_v3", {"moe_layer_freq": 2}),
+        ("glm4_moe_lite", {"mlp_layer_types": ["dense"] * 7}),
+        ("hy_v3", {"mlp_layer_types": ["dense"] * 7 + ["moe"]}),
+        ("hy_v3", {"mlp_bias": True}),
+        ("ernie4_5_moe", {"use_bias": True}),
         ("deepseek_v2", {"topk_method": "noaux_tc"}),
         ("deepseek_v2", {"num_experts_per_tok": None}),
         ("deepseek_v2", {"mlp_bias": True}),

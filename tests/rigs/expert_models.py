@@ -82,6 +82,32 @@ EXPERT_VARIANTS: dict[str, dict[str, Any]] = {
         **{"num_dense_layers": 0, "use_expert_bias": False, "norm_topk_prob": False},
         **{"conv_bias": True, "conv_L_cache": 4, "save_original_format": False},
     },
+    "glm4_moe": {
+        **variant("glm4_moe", head_dim=12, top_k=3, n_routed_experts=8, moe_intermediate_size=20),
+        **{"n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "use_qk_norm": True},
+        **{"attention_bias": True, "routed_scaling_factor": 1.3, "tie_word_embeddings": False},
+    },
+    "glm4_moe_plain": {
+        **variant("glm4_moe", top_k=2, n_routed_experts=5, moe_intermediate_size=32),
+        **{"partial_rotary_factor": 0.25, "n_shared_experts": 2, "save_original_format": False},
+    },
+    "glm4_moe_lite": {
+        **_deepseek(3, (6, 2, 2, 19), (1, 1), q_lora_rank=21),
+        **{"model_type": "glm4_moe_lite", "mlp_layer_types": ["dense", "sparse", "sparse"]},
+    },
+    "ernie4_5_moe": {
+        **variant("ernie4_5_moe", 5, head_dim=14, moe_num_experts=7, moe_k=3),
+        **{"moe_num_shared_experts": 2, "moe_intermediate_size": 18},
+        **{"moe_layer_start_index": 1, "moe_layer_end_index": 3, "moe_layer_interval": 2},
+    },
+    "hy_v3": {
+        **variant("hy_v3", num_experts=6, top_k=3, moe_intermediate_size=22, head_dim=10),
+        **{"num_shared_experts": 2, "attention_bias": True, "tie_word_embeddings": False},
+    },
+    "minimax_m2": {
+        **variant("minimax_m2", num_local_experts=6, top_k=2, features=26, head_dim=20),
+        **{"rotary_dim": 12, "tie_word_embeddings": False},
+    },
     "llama4": {
         **variant("llama4_text", 6, num_local_experts=4, top_k=2, features=36, tied=False),
         **{"interleave_moe_layer_step": 2, "intermediate_size_mlp": 50},
