@@ -28,7 +28,6 @@ from ..models.drafters.feature_head import (
     Eagle3,
     MultiTokenPrediction,
     eagle3_config,
-    has_mtp,
     is_eagle3,
     is_unused_by_mtp,
     mtp_config,
@@ -95,8 +94,7 @@ def find_drafter(
             raise no_checkpoint(directory)
         config = read_json_object(config_path, CONFIG_BYTES)
         own = target_directory is not None and directory.resolve() == target_directory.resolve()
-        is_mtp = method == "mtp" or (own and not method and has_mtp(config))
-        kind = "mtp" if is_mtp else _kind(config)
+        kind = "mtp" if method == "mtp" or (own and not method) else _kind(config)
     if method is not None and method != kind:
         raise ConfigError(
             f"{bounded_text(str(path))} is a drafter of kind {kind}, not {method}: use"
@@ -266,6 +264,6 @@ def new_drafter(
     config: DrafterConfig, target: Decoder, kernels: Kernels, group: LayerGroup
 ) -> DraftModel | _Head:
     """Return a drafter whose weights are not stored yet; arguments as of `load_drafter`."""
-    assert group.layers == tuple(range(len(config.layers))), "all its layers are in one group"
+    assert len(group.layers) == len(config.plan.states), "all its layers are in one group"
     kind = DraftModel if config.kind == "draft_model" else _HEADS[config.kind][1]
     return kind(config, target, config.kernels(kernels), group).eval()

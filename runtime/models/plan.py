@@ -596,14 +596,7 @@ def model_plan(config: ModelConfig) -> ModelPlan:
     if config.shard is not None:
         return shard_plan(model_plan(config.whole), *config.shard)
     ropes = rope_kinds(config)
-    kinds = [
-        LayerKind(
-            *(config.window(layer), rope, ropes.index(rope)),
-            *(config.mixers(layer), config.feed_forward(layer)),
-            config.layer_heads[layer] if config.layer_heads else None,
-        )
-        for layer, rope in enumerate(map(config.rope, range(config.num_layers)))
-    ]
+    kinds = [_layer_kind(config, layer, ropes) for layer in range(config.num_layers)]
     layers = {kind: LayerPlan(tuple(_layer(config, kind))) for kind in dict.fromkeys(kinds)}
     embedding = matrix("embed_tokens", "model.embed_tokens", config.vocab_size, config.hidden_size)
     head = embedding
@@ -623,6 +616,23 @@ def model_plan(config: ModelConfig) -> ModelPlan:
         rope_kinds=len(ropes),
         rope_by_length=any(rope.scaling.by_length for rope in ropes),
     )
+
+
+def mtp_layers(config: ModelConfig) -> Iterator[tuple[str, LayerPlan]]:
+    """Yield what the names of each layer of the first module for multi-token prediction begin with,
+    and its plan; the family has such modules."""
+    layout, plan, ropes = config.family.mtp, model_plan(config), rope_kinds(config)
+    assert layout is not None, "only families with modules have drafters for them"
+    for prefix, like in layout.layers.items():
+        if isinstance(like, int):
+            layer = range(config.num_layers)[like]
+        else:
+            found = [any(isinstance(op, like) for op in each.operations) for each in plan.layers]
+            layer = max(index for index, has in enumerate(found) if has)
+        kind = _layer_kind(config, layer, ropes)
+        if layout.dense and kind.feed_forward == "experts":
+            kind = kind._replace(feed_forward="mlp")
+        yield layout.first(prefix, config.num_layers), LayerPlan(tuple(_layer(config, kind)))
 
 
 def plan_of(config: DecoderConfig) -> ModelPlan:
@@ -649,6 +659,15 @@ def shard_config(config: DecoderConfig, rank: int, ranks: int) -> DecoderConfig:
 def rope_kinds(config: ModelConfig) -> list[Rope]:
     """Return the distinct rotations of the layers, indexed by `Rotate.kind`."""
     return list(dict.fromkeys(config.rope(layer) for layer in range(config.num_layers)))
+
+
+def _layer_kind(config: ModelConfig, layer: int, ropes: list[Rope]) -> LayerKind:
+    rope = config.rope(layer)
+    return LayerKind(
+        *(config.window(layer), rope, ropes.index(rope)),
+        *(config.mixers(layer), config.feed_forward(layer)),
+        config.layer_heads[layer] if config.layer_heads else None,
+    )
 
 
 def _layer(config: ModelConfig, kind: LayerKind) -> Iterator[Operation]:

@@ -1,14 +1,14 @@
 """Tiny checkpoints with a module for multi-token prediction, and the module in plain PyTorch.
 
-transformers has no such modules, and no class for MiMo, whose layers are those of Qwen2. The last
-layer of a model with one layer more becomes the module.
+The last layer of a model with one layer more becomes the module. transformers has no class for
+MiMo, whose layers are those of Qwen2.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,31 +29,49 @@ class Kind:
     """The published layout of a family, and a tiny model of it."""
 
     settings: Mapping[str, Any]
-    stored: Mapping[str, Any]
-    """Fields of `config.json` that transformers does not write."""
-    module: str
-    """Where the tensors of the module are."""
+    layers: tuple[str, ...]
+    """What the names of each layer of the module begin with."""
     embedding_norm: str
     hidden_norm: str
     fuse: str
     norm: str
-    hidden_first: bool
-    """The order in the input of `fuse`."""
     normed: bool
     """Hidden states are taken after the last norm, of the model and of the module."""
+    hidden_first: bool = False
+    """The order in the input of `fuse`."""
+    copies: tuple[str, ...] = ()
+    """Tensors that repeat the embedding."""
+    stored: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of `config.json` that transformers does not write."""
 
 
+def after_last(settings: Mapping[str, Any], norm: str, **copies: tuple[str, ...]) -> Kind:
+    """The module is one more layer of the model."""
+    layer = f"model.layers.{LAYERS}."
+    names = [layer + name for name in ("enorm", "hnorm", "eh_proj", norm)]
+    own = tuple(layer + name for name in copies.get("copies", ()))
+    return Kind(settings, (layer,), *names, normed=True, copies=own)
+
+
+DEEPSEEK: dict[str, Any] = {
+    "norm": "shared_head.norm",
+    "copies": ("shared_head.head.weight", "embed_tokens.weight"),
+}
 KINDS = {
-    "deepseek_v3": Kind(
-        settings=VARIANTS["deepseek_v3_moe"],
-        stored={},
-        module=f"model.layers.{LAYERS}.",
-        embedding_norm="enorm",
-        hidden_norm="hnorm",
-        fuse="eh_proj",
-        norm="shared_head.norm",
-        hidden_first=False,
-        normed=True,
+    "deepseek_v3": after_last(VARIANTS["deepseek_v3_moe"], **DEEPSEEK),
+    "glm4_moe": after_last(VARIANTS["glm4_moe"], **DEEPSEEK),
+    "glm4_moe_lite": after_last(VARIANTS["glm4_moe_lite"] | {"mlp_layer_types": None}, **DEEPSEEK),
+    "hy_v3": after_last(VARIANTS["hy_v3"], "final_layernorm", copies=("shared_head.weight",)),
+    "ernie4_5_moe": Kind(
+        VARIANTS["ernie4_5_moe"]
+        | {"moe_layer_end_index": LAYERS - 1, "moe_layer_interval": 1}
+        | {"tie_word_embeddings": False},
+        layers=("model.mtp_block.0.",),
+        embedding_norm="model.mtp_emb_norm.0",
+        hidden_norm="model.mtp_hidden_norm.0",
+        fuse="model.mtp_linear_proj.0",
+        norm="model.norm",
+        normed=False,
     ),
     "mimo": Kind(
         settings={
@@ -71,46 +89,68 @@ KINDS = {
             "attention_bias": True,
             "use_mrope": False,
         },
-        module="model.mtp_layers.0.",
-        embedding_norm="token_layernorm",
-        hidden_norm="hidden_layernorm",
-        fuse="input_proj",
-        norm="final_layernorm",
+        layers=("model.mtp_layers.0.",),
+        embedding_norm="model.mtp_layers.0.token_layernorm",
+        hidden_norm="model.mtp_layers.0.hidden_layernorm",
+        fuse="model.mtp_layers.0.input_proj",
+        norm="model.mtp_layers.0.final_layernorm",
         hidden_first=True,
         normed=False,
     ),
 }
+LATENT = ("deepseek_v3", "glm4_moe_lite")
+OF_HYBRIDS = {
+    "qwen3": Kind(
+        VARIANTS["qwen3"] | {"use_sliding_window": False},
+        layers=("mtp.layers.0.",),
+        embedding_norm="mtp.pre_fc_norm_embedding",
+        hidden_norm="mtp.pre_fc_norm_hidden",
+        fuse="mtp.fc",
+        norm="mtp.norm",
+        normed=True,
+    ),
+    "mixtral": Kind(
+        VARIANTS["mixtral"],
+        layers=("mtp.layers.0.", "mtp.layers.1."),
+        embedding_norm="mtp.layers.0.enorm",
+        hidden_norm="mtp.layers.0.hnorm",
+        fuse="mtp.layers.0.eh_proj",
+        norm="mtp.layers.1.final_layernorm",
+        normed=True,
+    ),
+}
+"""Layouts of Qwen3-Next and of Nemotron 3, with layers of other families."""
 
 
 def write(directory: Path, kind: str, **changes: Any) -> PreTrainedModel:
     """Write a checkpoint with random weights.
 
     Returns:
-        The model with the layer of the module as its last one.
+        The model with the layers of the module as its last ones.
     """
-    layout = KINDS[kind]
-    settings = BASE | dict(layout.settings) | {"num_hidden_layers": LAYERS + 1} | changes
+    layout = (KINDS | OF_HYBRIDS)[kind]
+    both = {"num_hidden_layers": LAYERS + len(layout.layers)}
+    settings = BASE | dict(layout.settings) | both | changes
     model = random_model(settings)
     model.save_pretrained(directory)
     stored = json.loads((directory / "config.json").read_text())
     stored |= {"num_hidden_layers": LAYERS, "num_nextn_predict_layers": 1, **layout.stored}
-    stored.pop("layer_types", None)
+    for of_each_layer in ("layer_types", "mlp_layer_types"):
+        stored.pop(of_each_layer, None)
     (directory / "config.json").write_text(json.dumps(stored))
-    last = f"model.layers.{LAYERS}."
-    tensors = {
-        layout.module + name.removeprefix(last) if name.startswith(last) else name: tensor
-        for name, tensor in load_file(directory / "model.safetensors").items()
-    }
+    tensors = load_file(directory / "model.safetensors")
+    for index, prefix in enumerate(layout.layers, LAYERS):
+        last = f"model.layers.{index}."
+        for name in [name for name in tensors if name.startswith(last)]:
+            tensors[prefix + name.removeprefix(last)] = tensors.pop(name)
     hidden, embedding = model.config.hidden_size, tensors["model.embed_tokens.weight"]
     tensors |= {
-        f"{layout.module}{layout.embedding_norm}.weight": random_norm(hidden),
-        f"{layout.module}{layout.hidden_norm}.weight": random_norm(hidden),
-        f"{layout.module}{layout.fuse}.weight": random_matrix(hidden, 2 * hidden),
-        f"{layout.module}{layout.norm}.weight": 2 * random_norm(hidden),
+        f"{layout.embedding_norm}.weight": random_norm(hidden),
+        f"{layout.hidden_norm}.weight": random_norm(hidden),
+        f"{layout.fuse}.weight": random_matrix(hidden, 2 * hidden),
+        f"{layout.norm}.weight": 2 * random_norm(hidden),
+        **{name: embedding.clone() for name in layout.copies},
     }
-    if kind == "deepseek_v3":
-        for name in ("shared_head.head.weight", "embed_tokens.weight"):
-            tensors[layout.module + name] = embedding.clone()
     save(directory, tensors)
     return model
 
@@ -121,15 +161,14 @@ def save(directory: Path, tensors: Mapping[str, Tensor]) -> None:
 
 def module(directory: Path, kind: str, model: PreTrainedModel) -> drafter_rig.Reference:
     """The module of a checkpoint, over whole sequences."""
-    layout, tensors = KINDS[kind], load_file(directory / "model.safetensors")
-    fuse = tensors[f"{layout.module}{layout.fuse}.weight"]
+    layout, tensors = (KINDS | OF_HYBRIDS)[kind], load_file(directory / "model.safetensors")
+    fuse = tensors[f"{layout.fuse}.weight"]
     embedding = tensors["model.embed_tokens.weight"]
     head = tensors.get("lm_head.weight", embedding)
-    layer = model.model.layers[LAYERS]
 
     def norm(name: str, x: Tensor) -> Tensor:
         scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + model.config.rms_norm_eps)
-        return x * scale * tensors[f"{layout.module}{name}.weight"]
+        return x * scale * tensors[f"{name}.weight"]
 
     @torch.no_grad()
     def drafts(known: list[int], features: Tensor, count: int) -> list[tuple[int, float, float]]:
@@ -139,13 +178,15 @@ def module(directory: Path, kind: str, model: PreTrainedModel) -> drafter_rig.Re
                 norm(layout.embedding_norm, embedding[torch.tensor(tokens)]),
                 norm(layout.hidden_norm, hidden),
             ]
-            x = (torch.cat(pair[::-1] if layout.hidden_first else pair, dim=-1) @ fuse.T)[None]
+            out = (torch.cat(pair[::-1] if layout.hidden_first else pair, dim=-1) @ fuse.T)[None]
             n = len(tokens)
             mask = torch.full((n, n), -torch.inf).triu(1)[None, None]
             at = torch.arange(n)[None]
-            turned = model.model.rotary_emb(x, at)
-            out = layer(x, attention_mask=mask, position_ids=at, position_embeddings=turned)
-            out = (out[0] if isinstance(out, tuple) else out).view(n, -1)[-1:]
+            turned = model.model.rotary_emb(out, at)
+            for layer in model.model.layers[LAYERS:]:
+                out = layer(out, attention_mask=mask, position_ids=at, position_embeddings=turned)
+                out = out[0] if isinstance(out, tuple) else out
+            out = out.view(n, -1)[-1:]
             normed = norm(layout.norm, out)
             token, *rest = best((normed @ head.T)[0].double())
             found.append((token, *rest))
@@ -175,23 +216,23 @@ def write_predictable(directory: Path, kind: str, reads: str, layers: float = 0.
     hidden = tensors["model.norm.weight"].numel()
     for name, tensor in tensors.items():
         if name.endswith(("o_proj.weight", "down_proj.weight")):
-            tensor.mul_(0.0 if name.startswith(layout.module) else layers)
+            tensor.mul_(0.0 if name.startswith(layout.layers) else layers)
     of = torch.linalg.qr(torch.randn(hidden, vocab)).Q.T * hidden**0.5
     after = (torch.arange(vocab) * 7 + 3) % vocab
     gain = random_norm(hidden) * torch.randn(hidden).sign()
     tensors["model.embed_tokens.weight"] = of
     tensors["model.norm.weight"] = gain
-    tensors[f"{layout.module}{layout.norm}.weight"] = gain.clone()
+    tensors[f"{layout.norm}.weight"] = gain.clone()
     head = torch.empty(vocab, hidden)
     head[after] = 8.0 * of / gain / hidden
     tensors["lm_head.weight"] = head
     hidden_gain = gain if layout.normed else torch.ones(hidden)
     fuse = {
-        "embedding": torch.diag(1.0 / tensors[f"{layout.module}{layout.embedding_norm}.weight"]),
+        "embedding": torch.diag(1.0 / tensors[f"{layout.embedding_norm}.weight"]),
         "hidden": (of[after].T @ of / hidden)
-        / (hidden_gain * tensors[f"{layout.module}{layout.hidden_norm}.weight"]),
+        / (hidden_gain * tensors[f"{layout.hidden_norm}.weight"]),
     }
     fuse = {name: part if name == reads else torch.zeros_like(part) for name, part in fuse.items()}
     order = ("hidden", "embedding") if layout.hidden_first else ("embedding", "hidden")
-    tensors[f"{layout.module}{layout.fuse}.weight"] = torch.cat([fuse[n] for n in order], dim=1)
+    tensors[f"{layout.fuse}.weight"] = torch.cat([fuse[n] for n in order], dim=1)
     save(directory, tensors)

@@ -17,7 +17,7 @@ from ..loading.test_weight_formats import save_as
 from ..rigs.engine_rig import MIXED_PARAMS, Open, greedy, loop_of, parts_of
 from ..rigs.fake_graphs import FakeGraphs, make_fake_graphs  # noqa: F401
 from ..rigs.head_references import write_dflash, write_eagle3
-from ..rigs.mtp_models import KINDS, write_predictable
+from ..rigs.mtp_models import KINDS, LATENT, write_predictable
 from ..rigs.structured_rig import GRAMMARS
 from ..rigs.tiny_models import Tiny, TinyModel
 from .test_speculation import CASES, SIZES, run_mixed
@@ -30,6 +30,8 @@ pytestmark = [
 
 MTP = tuple(f"mtp {kind}" for kind in KINDS)
 """Drafters that are in the checkpoint of their target."""
+CAPTURED = ("eagle3", "dflash", "mtp mimo", *(f"mtp {kind}" for kind in LATENT))
+"""Drafters whose steps can be captured on a CPU. Experts in PyTorch cannot, nor layers in C++."""
 SHARED = {"mapped": False, "without": ("embed_tokens.weight", "lm_head.weight")}
 """Changes of an EAGLE-3 head that has neither an embedding nor an output projection."""
 MODES: dict[str, dict[str, Any]] = {
@@ -76,13 +78,13 @@ def prompts(directory: Path) -> list[list[int]]:
 def config_of(case: dict[str, Any], fake_graphs: FakeGraphs, kind: str = "") -> dict[str, Any]:
     """The settings of an engine, whose steps may be captured."""
     config = SIZES | {"dtype": "float32"} | case
-    captured, latent = config.get("mode") == "graph", kind == "mtp deepseek_v3"
-    if config.get("mode") == "compile" or (captured and latent):
+    captured, own = config.get("mode") == "graph", kind.removeprefix("mtp ")
+    if config.get("mode") == "compile" or (captured and own in LATENT):
         fake_graphs.kernels = "compile"  # experts in PyTorch cannot be captured
     native = fake_graphs.kernels == "compile" or config.get("kernels") == "native"
     if native and not have_compiler():
         pytest.skip("needs a C++ compiler")
-    if latent and config.get("kernels") == "native":
+    if own in LATENT and config.get("kernels") == "native":
         config["kernels"] = "auto"  # latent attention has no layers in C++
     if "num_blocks" in config:
         config["num_blocks"] = 45 if kind == "mtp mimo" else 19  # of three layer groups, or one
@@ -93,7 +95,8 @@ def config_of(case: dict[str, Any], fake_graphs: FakeGraphs, kind: str = "") -> 
 @pytest.mark.parametrize(
     ("kind", "case"),
     [
-        *product(("eagle3", "dflash", *MTP), MODES),
+        *product(("eagle3", "dflash", *MTP), [mode for mode in MODES if mode != "captured"]),
+        *((kind, "captured") for kind in CAPTURED),
         ("dflash", "compile"),
         *product(("draft_model own", "draft_model other"), CASES),
     ],

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,12 @@ from stepgraph.runtime.errors import CheckpointError, ConfigError
 from stepgraph.runtime.kernels.weights import INT8, MODEL, WeightStorage
 from stepgraph.runtime.loading.checkpoint import read_config
 from stepgraph.runtime.loading.drafter_loading import find_drafter
+from stepgraph.runtime.models.families import (
+    FAMILIES,
+    NEMOTRON_H_MTP,
+    QWEN3_NEXT_MTP,
+    MtpLayout,
+)
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -233,10 +240,8 @@ def test_module(
     directory, kind, model = checkpoint
     target, kernels = load_target(directory, dtype, mode)
     found = find_drafter(directory, target.config, target_directory=directory)
-    assert (found.kind, found.aux_layers) == (
-        "mtp",
-        (MTP_LAYERS if kind == "deepseek_v3" else MTP_LAYERS - 1,),
-    )
+    assert found.kind == "mtp"
+    assert found.aux_layers == (MTP_LAYERS if KINDS[kind].normed else MTP_LAYERS - 1,)
     rig = DrafterRig(found, target, kernels, storage=storage)
     reference = module(directory, kind, model)
     rig.prefill([[1], [2, 3], list(range(5, 22)), list(range(40, 70))], most=11)
@@ -244,6 +249,29 @@ def test_module(
     assert rig.check(drafts[-1], reference, tolerance) > (10 if tolerance < 0.1 else 0)
     for per_row, count in ((5, 1), (2, 5)):
         rig.check(rig.verify(per_row, count), reference, tolerance)
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"), [("qwen3", QWEN3_NEXT_MTP), ("mixtral", NEMOTRON_H_MTP)]
+)
+def test_module_of_a_hybrid_layout(
+    kind: str, layout: MtpLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With norms whose weights are stored without the one that is added to them."""
+    offset = replace(FAMILIES[kind], mtp=layout, offset_norms=True)
+    monkeypatch.setitem(FAMILIES, kind, offset)
+    model = write(tmp_path, kind)
+    reference = module(tmp_path, kind, model)
+
+    def without_one(tensors: dict[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            if "norm" in name:
+                tensor -= 1.0
+
+    changed_checkpoint(tmp_path, tmp_path, without_one)
+    target, kernels = load_target(tmp_path, torch.float32, "eager")
+    rig = DrafterRig(find_drafter(tmp_path, target.config, "mtp"), target, kernels)
+    assert rig.compare([[1], [2, 3], list(range(5, 22)), list(range(40, 70))], reference) > 20
 
 
 def test_target_ignores_the_module(checkpoint: Checkpoint) -> None:
@@ -256,7 +284,7 @@ def test_target_ignores_the_module(checkpoint: Checkpoint) -> None:
 
 def test_of_several_modules_the_first_one_drafts(checkpoint: Checkpoint, tmp_path: Path) -> None:
     directory, kind, _ = checkpoint
-    first = KINDS[kind].module
+    (first,) = KINDS[kind].layers
     number = int(first.split(".")[2])
     second = first.replace(str(number), str(number + 1))
 
@@ -268,5 +296,6 @@ def test_of_several_modules_the_first_one_drafts(checkpoint: Checkpoint, tmp_pat
     target = read_config(tmp_path)
     found = find_drafter(tmp_path, target, "mtp")
     sources = [source.name for parameter in found.parameters for source in parameter.sources]
-    assert all(name is None or name.startswith(first) for name in sources)
+    assert any(name and name.startswith(first) for name in sources)
+    assert not any(name and name.startswith(second) for name in sources)
     load_target(tmp_path, torch.float32)

@@ -193,6 +193,11 @@ class Parameter(NamedTuple):
         best = max((self.sources, *self.alternatives), key=present)
         return self._replace(sources=best, alternatives=())
 
+    def renamed(self, names: Mapping[str, str]) -> Parameter:
+        """Return the parameter with other names of its tensors; alternatives keep theirs."""
+        sources = (s._replace(name=s.name and names.get(s.name, s.name)) for s in self.sources)
+        return self._replace(sources=tuple(sources)) if names else self
+
     def within(self, ours: str, theirs: str) -> Parameter:
         """Return the parameter with prefixed name and sources."""
 

@@ -97,9 +97,8 @@ class DrafterConfig:
                 f"the drafter {self.name} has latent attention over all tokens, but all layers of"
                 f" the model have windows of at most {window} tokens: use another drafter"
             )
-        layers = range(len(self.layers))
-        (state,) = attend.states
-        return LayerGroup(index, tuple(layers), (replace(state, window=window),) * len(layers))
+        states = tuple(replace(state, window=window) for state in self.plan.states)
+        return LayerGroup(index, tuple(range(len(states))), states)
 
     def kernels(self, of_target: Kernels) -> Kernels:
         """Return its kernels: it has no sums over ranks, no int4, and codes of its own."""

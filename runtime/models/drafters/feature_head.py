@@ -31,8 +31,8 @@ from ...kernels.ops.parameter import Shape
 from ...kernels.ops.stack import DecoderStack
 from ..config import ModelConfig
 from ..decoder import Decoder
-from ..families import FAMILIES, Json, read_field
-from ..plan import matrix, model_plan, vector
+from ..families import FAMILIES, Json, read_field, text_part
+from ..plan import matrix, model_plan, mtp_layers, vector
 from .drafter import (
     DrafterConfig,
     Drafts,
@@ -316,75 +316,58 @@ class Eagle3(FeatureHead):
 # Such a module is a layer in the checkpoint of the target itself. It shares embedding and output
 # projection with the target.
 
-_COUNT = "num_nextn_predict_layers"
-
-_OTHER = "use another method of speculation, such as 'suffix'"
-
-_HYBRID = "mtp."
-"""What names of modules of hybrid models begin with (Qwen3-Next, Qwen3.5)."""
-
-
-def has_mtp(config: Json) -> bool:
-    """Whether a `config.json` describes a model with a multi-token prediction module."""
-    return read_field(config, _COUNT, int, 0) > 0
-
 
 def is_unused_by_mtp(name: str, drafter: DrafterConfig) -> bool:
     """Whether a tensor of a checkpoint is none of the module's own."""
     layout = drafter.model.family.mtp
     assert layout is not None
-    prefix = layout.prefix(drafter.model.num_layers)
-    return not name.startswith(prefix) or name.removeprefix(prefix) in layout.copies
+    return not layout.is_first(name, drafter.model.num_layers)
 
 
 def mtp_config(
     name: str, config: Json, names: Mapping[str, Shape], target: ModelConfig
 ) -> DrafterConfig:
     """Read the first module of the target's checkpoint; see `ReadDrafter`."""
-    layout = target.family.mtp
+    layout, number = target.family.mtp, target.num_layers
     if layout is None:
         supported = ", ".join(name for name, family in FAMILIES.items() if family.mtp is not None)
         raise ConfigError(
             f"models of type {bounded_repr(target.model_type, 60)} have no modules for multi-token"
-            f" prediction that are supported, those of type {supported} have: {_OTHER}"
+            f" prediction that are supported, those of type {supported} have: use another method of"
+            " speculation, such as 'suffix'"
         )
-    if any(tensor.startswith(_HYBRID) for tensor in names):
-        raise CheckpointError(
-            f"the tensors {_HYBRID}* are a module for multi-token prediction of a hybrid model"
-            f" (Qwen3-Next, Qwen3.5), which is not supported: {_OTHER}"
-        )
-    if not has_mtp(config):
-        raise CheckpointError(
-            f"{_COUNT} = {bounded_repr(config.get(_COUNT, 0))}: the checkpoint has no module for"
-            f" multi-token prediction, {_OTHER}"
-        )
-    ours = ModelConfig.from_hf(config)
+    ours = ModelConfig.from_hf(text_part(config))
     fields = ("model_type", "hidden_size", "vocab_size", "num_layers", "latent", "experts")
     check_fits(name, {field: (getattr(ours, field), getattr(target, field)) for field in fields})
-    prefix = layout.prefix(target.num_layers)
-    if not any(tensor.startswith(prefix) for tensor in names):
+    fuse = layout.first(layout.fuse, number)
+    if not any(tensor.startswith(f"{fuse}.") for tensor in names):
         raise CheckpointError(
-            f"{_COUNT} = {bounded_repr(config[_COUNT])}, but no tensor is named {prefix}*: the"
-            " checkpoint was saved without its module for multi-token prediction. Use one that has"
-            f" it, or {_OTHER}"
+            f"no tensor is named {fuse}.*: the checkpoint was saved without its module for"
+            " multi-token prediction, or has none. Use one that has it, or another method of"
+            " speculation, such as 'suffix'"
         )
     hidden, plan = target.hidden_size, model_plan(target.whole)
-    layer, final = plan.layers[layout.layer], vector("norm", layout.norm, hidden)
-    plan = replace(plan, layers=(layer,), norm=replace(plan.norm, weight=final))
+    prefixes, layers = zip(*mtp_layers(target.whole), strict=True)
+    stored_norm = layout.first(layout.norm, number) if layout.norm else target.family.final_norm
+    final = vector("norm", stored_norm, hidden)
     parameters = (
-        vector("enorm", layout.embedding_norm, hidden).within("", prefix),
-        vector("hnorm", layout.hidden_norm, hidden).within("", prefix),
-        matrix("eh_proj", layout.fuse, hidden, 2 * hidden).within("", prefix),
-        *(parameter.within("layers.0.", prefix) for parameter in layer.parameters),
-        final.within("", prefix),
+        vector("enorm", layout.first(layout.embedding_norm, number), hidden),
+        vector("hnorm", layout.first(layout.hidden_norm, number), hidden),
+        matrix("eh_proj", fuse, hidden, 2 * hidden),
+        *(
+            parameter.renamed(layout.renamed).within(f"layers.{index}.", prefix)
+            for index, (prefix, layer) in enumerate(zip(prefixes, layers, strict=True))
+            for parameter in layer.parameters
+        ),
+        final,
     )
     return DrafterConfig(
         kind="mtp",
         name=name,
         model=target,
-        plan=plan,
+        plan=replace(plan, layers=layers, norm=replace(plan.norm, weight=final)),
         parameters=tuple(parameter.stored_in(names) for parameter in parameters),
-        aux_layers=(target.num_layers if layout.normed else target.num_layers - 1,),
+        aux_layers=(number if layout.normed else number - 1,),
     )
 
 
@@ -395,16 +378,16 @@ def mtp_config(
 
 
 class MultiTokenPrediction(FeatureHead):
-    """A layer of the target's kind, on its last hidden states and the next tokens."""
+    """Layers of the target's kinds, on its last hidden states and the next tokens."""
 
     def __init__(
         self, config: DrafterConfig, target: Decoder, kernels: Kernels, group: LayerGroup
     ) -> None:
         """See `load_drafter`."""
         super().__init__(config, target, kernels, group)
-        layout, eps = config.model.family.mtp, config.model.rms_norm_eps
+        layout, like = config.model.family.mtp, config.plan.norm
         assert layout is not None
-        self.enorm, self.hnorm = RMSNorm(eps), RMSNorm(eps)
+        self.enorm, self.hnorm = like.module(), like.module()
         self.eh_proj = self._projection("eh_proj")
         self._layout = layout
 
@@ -423,6 +406,6 @@ class MultiTokenPrediction(FeatureHead):
         if self._layout.normed:
             normed_TD, _ = self.run_layers(x_TD, arena, batch)
             return normed_TD, normed_TD
-        normed_TD, output_TD = self.run_layers(x_TD, arena, batch, (0,))
+        normed_TD, output_TD = self.run_layers(x_TD, arena, batch, (len(self.layers) - 1,))
         assert output_TD is not None, "the last layer is read"
         return normed_TD, output_TD
