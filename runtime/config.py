@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import floor
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -29,6 +29,8 @@ DEFAULT_MEMORY_FRACTION = {"cuda": 0.9, "cpu": 0.5}
 MAX_DRAFTS = 15
 DRAFTER_METHODS = ("draft_model", "eagle3", "mtp", "dflash")
 _DRAFT_BUCKETS = (1, 2, 3, 4, 7, 15)
+_AUTO_MTP_DRAFTS = 3
+"""A module takes a pass for each draft, and most were trained to predict one token."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,7 +44,8 @@ class Speculation:
             tokens in prompt and output, the most frequent ones first. `ngram`: those that followed
             the latest such occurrence. `draft_model`, `eagle3`, `mtp`, `dflash`: those that a
             drafter on the device proposes: a smaller model, an EAGLE-3 head, a module for
-            multi-token prediction, or a model that fills a block of tokens at once.
+            multi-token prediction, or a model that fills a block of tokens at once. `auto`: `mtp`
+            with at most 3 drafts where the checkpoint has such a module, else `suffix`.
         model: the checkpoint of the drafter: a directory, a hub id, `demo` or `preset:NAME`. None:
             for `mtp` the model's own directory, for other drafters the directory `drafter` in it.
         num_speculative_tokens: maximum drafts of a row and step. The engine chooses fewer,
@@ -59,7 +62,7 @@ class Speculation:
         ConfigError: a value is out of range; it names field, value and range.
     """
 
-    method: Literal["suffix", "ngram", "draft_model", "eagle3", "mtp", "dflash"] = "suffix"
+    method: Literal["suffix", "ngram", "draft_model", "eagle3", "mtp", "dflash", "auto"] = "suffix"
     model: Annotated[str, Range(1, 4096)] | None = None
     num_speculative_tokens: Annotated[int, Range(1, MAX_DRAFTS)] = 7
     prompt_lookup_min: Annotated[int, Range(2, 32)] = 3
@@ -93,6 +96,16 @@ class Speculation:
         if isinstance(given.get("model"), os.PathLike):
             given = {**given, "model": os.fspath(given["model"])}
         return from_mapping(cls, given, ConfigError, "speculation")
+
+    def for_checkpoint(self, has_module: bool) -> Speculation:
+        """Return the speculation of a model whose checkpoint has a module for multi-token
+        prediction or not: what `auto` stands for."""
+        if self.method != "auto":
+            return self
+        if not has_module:
+            return replace(self, method="suffix")
+        most = min(self.num_speculative_tokens, _AUTO_MTP_DRAFTS)
+        return replace(self, method="mtp", num_speculative_tokens=most)
 
     @property
     def uses_drafter(self) -> bool:

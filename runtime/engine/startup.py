@@ -60,7 +60,7 @@ from ..kernels.choice import Parts
 from ..kernels.result_check import Fallback, brief, warn
 from ..kernels.support import int8_input_kernels
 from ..kernels.weights import INT8, MODEL
-from ..loading.drafter_loading import find_drafter, keep_codes, load_drafter
+from ..loading.drafter_loading import find_drafter, has_mtp, keep_codes, load_drafter
 from ..loading.loader import OpenedSource, Source, open_source, resolve_source
 from ..loading.tokenizer import TextTokenizer
 from ..models.config import DecoderConfig, ModelConfig, config_json_name
@@ -592,6 +592,10 @@ def resolved_source(source: str | Path, config: EngineConfig) -> tuple[Source, R
     """Return the model, and the configuration of its engine on this machine."""
     found = resolve_source(source, tied=config.tie_word_embeddings, model_impl=config.model_impl)
     resolved = ResolvedConfig.resolve(config, found.config)
+    if (given := resolved.speculation) is not None and given.method == "auto":
+        speculation = given.for_checkpoint(has_mtp(found))
+        logger.info("speculation: auto is %s", speculation.method)
+        resolved = dataclasses.replace(resolved, speculation=speculation)
     if isinstance(found.config, TransformersConfig):
         found.config.check_length(resolved.max_model_len)
     return found, resolved

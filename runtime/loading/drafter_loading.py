@@ -28,6 +28,7 @@ from ..models.drafters.feature_head import (
     Eagle3,
     MultiTokenPrediction,
     eagle3_config,
+    has_module,
     is_eagle3,
     is_unused_by_mtp,
     mtp_config,
@@ -120,6 +121,18 @@ def find_drafter(
             ) from error
         read_target_ids(reader, drafter)
     return drafter
+
+
+def has_mtp(found: Source) -> bool:
+    """Whether the checkpoint of a model has a module for multi-token prediction that is supported.
+
+    Raises `CheckpointError` for a damaged file.
+    """
+    model = found.config
+    if not isinstance(model, ModelConfig) or found.directory is None or found.file is not None:
+        return False
+    with CheckpointReader(found.directory) as reader:
+        return has_module(reader.headers(), model)
 
 
 def read_target_ids(reader: CheckpointReader, drafter: DrafterConfig) -> torch.Tensor | None:

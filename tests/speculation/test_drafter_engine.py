@@ -172,6 +172,29 @@ def test_a_module_that_knows_the_next_token_is_right(
         assert stats["memory"][term]["measured"] == stats["memory"][term]["planned"], term
 
 
+def test_auto_drafts_with_the_module_of_a_checkpoint(
+    open_engine: Open, base: TinyModel, tmp_path: Path
+) -> None:
+    """Which the memory plan counts; adaptive, so that it pays or rests."""
+    write_predictable(tmp_path, "glm4_moe", "embedding")
+    sizes = SIZES | {"dtype": "float32", "kernels": "torch"}
+    plain, drafting, other = (
+        open_engine(source, **sizes, speculation=method)
+        for source, method in ((tmp_path, None), (tmp_path, "auto"), (base.directory, "auto"))
+    )
+    expected, found = (
+        [output.token_ids for output in engine.generate(prompts(tmp_path), greedy(20))]
+        for engine in (plain, drafting)
+    )
+    assert found == expected
+    stats = drafting.stats()
+    assert stats["speculation"]["method"] == "mtp"
+    assert stats["memory"]["weights"]["planned"] > plain.stats()["memory"]["weights"]["planned"]
+    for term in ("weights", "cache"):
+        assert stats["memory"][term]["measured"] == stats["memory"][term]["planned"]
+    assert other.stats()["speculation"]["method"] == "suffix"
+
+
 @pytest.mark.parametrize(
     "config",
     [

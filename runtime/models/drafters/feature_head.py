@@ -14,7 +14,7 @@ Shape suffixes: T tokens, B rows, D hidden_size, V tokens of the head's vocabula
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -324,6 +324,15 @@ def is_unused_by_mtp(name: str, drafter: DrafterConfig) -> bool:
     return not layout.is_first(name, drafter.model.num_layers)
 
 
+def has_module(names: Iterable[str], target: ModelConfig) -> bool:
+    """Whether the tensors of the target's checkpoint have a module in the layout of its family."""
+    layout = target.family.mtp
+    if layout is None:
+        return False
+    fuse = layout.first(f"{layout.fuse}.", target.num_layers)
+    return any(name.startswith(fuse) for name in names)
+
+
 def mtp_config(
     name: str, config: Json, names: Mapping[str, Shape], target: ModelConfig
 ) -> DrafterConfig:
@@ -340,7 +349,7 @@ def mtp_config(
     fields = ("model_type", "hidden_size", "vocab_size", "num_layers", "latent", "experts")
     check_fits(name, {field: (getattr(ours, field), getattr(target, field)) for field in fields})
     fuse = layout.first(layout.fuse, number)
-    if not any(tensor.startswith(f"{fuse}.") for tensor in names):
+    if not has_module(names, target):
         raise CheckpointError(
             f"no tensor is named {fuse}.*: the checkpoint was saved without its module for"
             " multi-token prediction, or has none. Use one that has it, or another method of"
