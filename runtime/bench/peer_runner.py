@@ -19,6 +19,8 @@ from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
+LLAMA_CPP_TYPES = {"int8": "q8_0", "int4": "q4_0"}
+"""The types of llama.cpp for values of `weight_dtype`; with q4_0 it stores the head as q6_k."""
 GGUF = "gguf"
 """Type of weights that are stored as in their GGUF file."""
 
@@ -283,9 +285,11 @@ class LlamaCpp(Stepped):
             self.stored_as = GGUF
         else:
             path = Path(load["scratch"], "model.gguf")
-            self.stored_as = "q8_0" if load["weight_dtype"] == "int8" else None
             writer = runpy.run_path(str(Path(__file__).with_name("gguf_writer.py")))
-            writer["write_gguf"](checkpoint, path, self.stored_as)
+            writer["write_gguf"](checkpoint, path)
+            self.stored_as = LLAMA_CPP_TYPES.get(load["weight_dtype"])
+            if self.stored_as is not None:
+                path = self._quantised(path, self.stored_as)
         model = llama_cpp.llama_model_load_from_file(
             str(path).encode(), llama_cpp.llama_model_default_params()
         )
@@ -298,6 +302,16 @@ class LlamaCpp(Stepped):
             raise RuntimeError("llama.cpp cannot load the model")
         self._vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
         self._batch = llama_cpp.llama_batch_init(max(self.CHUNK, load["rows"]), 0, 1)
+
+    def _quantised(self, path: Path, stored_as: str) -> Path:
+        """Replace a file by one that llama.cpp quantises, which is returned."""
+        params = self._api.llama_model_quantize_default_params()
+        params.ftype = getattr(self._api, f"LLAMA_FTYPE_MOSTLY_{stored_as.upper()}")
+        smaller = path.with_name(f"{stored_as}.gguf")
+        if self._api.llama_model_quantize(bytes(path), bytes(smaller), params) != 0:
+            raise RuntimeError(f"llama.cpp cannot quantise the model to {stored_as}")
+        path.unlink()
+        return smaller
 
     def decode(self, prompts: list[list[int]], max_tokens: int) -> Generator[Sequence[int]]:
         latest: list[int] = []

@@ -27,13 +27,6 @@ REPLY_SECONDS = 900
 """A peer that takes longer for a request is ended. The first requests export and compile."""
 MAX_REASON = 300
 """Characters of an error of another program."""
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
-"""Model types whose presets can be saved."""
-_SAME_NAME = (
-    *("vocab_size", "hidden_size", "intermediate_size", "rms_norm_eps", "hidden_act", "head_dim"),
-    *("max_position_embeddings", "tie_word_embeddings", "bos_token_id", "model_type"),
-    *("attention_bias", "mlp_bias", "rope_theta", "sliding_window"),
-)
 
 
 class PeerError(StepgraphError, RuntimeError):
@@ -159,12 +152,9 @@ class Peer:
 @contextmanager
 def checkpoint_of(model: str, dtype: str, seed: int, device: str = "cpu") -> Iterator[Path]:
     """Yield the directory or the GGUF file of a model; a preset is saved in a directory that is
-    removed afterwards.
-
-    Raises:
-        PeerError: a preset of a family that is not saved.
-    """
-    from ..loading.loader import resolve_source  # needs torch
+    removed afterwards."""
+    from ..loading.loader import PRESET_PREFIX, resolve_source  # needs torch
+    from ..models.presets import CONFIGS
 
     source = resolve_source(model)
     if source.directory is not None:
@@ -172,49 +162,26 @@ def checkpoint_of(model: str, dtype: str, seed: int, device: str = "cpu") -> Ite
         return
     with tempfile.TemporaryDirectory(prefix="stepgraph-checkpoint-") as scratch:
         stored = source.native.torch_dtype if dtype == "auto" else dtype
-        save_random_weights(source.native, Path(scratch), stored, seed, device)
+        config = CONFIGS[model.removeprefix(PRESET_PREFIX)] | {"dtype": stored}
+        save_random_weights(config, Path(scratch), seed, device)
         yield Path(scratch)
 
 
 def save_random_weights(
-    config: Any, directory: Path, dtype: str, seed: int, device: str = "cpu"
+    config_json: dict[str, Any], directory: Path, seed: int, device: str = "cpu"
 ) -> None:
-    """Write the config.json and the random weights of a `ModelConfig`.
-
-    Raises:
-        PeerError: the family is not one of `FAMILIES`.
-    """
+    """Write a `config.json` and random weights of its `dtype`."""
     import torch
     from safetensors.torch import save_file
 
     from ..loading.loader import random_weights
+    from ..models.config import ModelConfig
     from ..models.plan import fused_layout
 
-    rope = config.rope_scaling
-    if config.model_type not in FAMILIES or rope.type not in ("default", "llama3"):
-        raise PeerError(
-            f"a preset of {config.model_type} cannot be compared with other runtimes: give a"
-            f" checkpoint, or a preset of {', '.join(FAMILIES)}"
-        )
-    fields = {name: getattr(config, name) for name in _SAME_NAME} | {
-        "dtype": dtype,
-        "architectures": [config.family.architecture],
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "eos_token_id": list(config.eos_token_ids),
-        "rope_parameters": {"rope_type": rope.type, "rope_theta": config.rope_theta},
-    }
-    if rope.type == "llama3":
-        names = ("factor", "low_freq_factor", "high_freq_factor")
-        for name in (*names, "original_max_position_embeddings"):
-            fields["rope_parameters"][name] = getattr(rope, name)
-    if config.experts is not None:
-        same = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
-        fields |= {name: getattr(config.experts, name) for name in same}
-        fields["mlp_only_layers"] = list(config.experts.dense_layers)
-    (directory / "config.json").write_text(json.dumps(fields))
-    layout, stored = fused_layout(config), getattr(torch, dtype)
+    config = ModelConfig.from_hf(config_json)
+    named = config_json | {"architectures": [config.family.architecture]}
+    (directory / "config.json").write_text(json.dumps(named))
+    layout, stored = fused_layout(config), getattr(torch, config.torch_dtype)
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in random_weights(config, stored, seed, device=device):
         for part, values in layout[name].parts(tensor):

@@ -15,10 +15,9 @@ _SHAPE = (
 )
 
 
-def _model(*shape: Any, **more: Any) -> ModelConfig:
-    """Return the config of a `config.json` in bfloat16 with the keys `_SHAPE`, and more."""
-    config = dict(zip(_SHAPE, shape, strict=True)) | {"dtype": "bfloat16"} | more
-    return ModelConfig.from_hf(config)
+def _model(*shape: Any, **more: Any) -> dict[str, Any]:
+    """Return a `config.json` in bfloat16 with the keys `_SHAPE`, and more."""
+    return dict(zip(_SHAPE, shape, strict=True)) | {"dtype": "bfloat16"} | more
 
 
 def _llama3_scaling(factor: float) -> dict[str, Any]:
@@ -31,7 +30,7 @@ def _llama3_scaling(factor: float) -> dict[str, Any]:
     }
 
 
-PRESETS: dict[str, ModelConfig] = {
+CONFIGS: dict[str, dict[str, Any]] = {
     "smollm2-135m": _model(
         *("llama", 30, 576, 1536, 9, 3, 64),
         *(49152, 8192, 100000.0, 1e-5, 0, 0, True),
@@ -118,9 +117,18 @@ PRESETS: dict[str, ModelConfig] = {
         moe_intermediate_size=1024,
         norm_topk_prob=True,
     ),
+    "lfm2-350m": _model(
+        *("lfm2", 16, 1024, 6656, 16, 8, None),
+        *(65536, 128000, 1000000.0, 1e-5, 1, 7, True),
+        layer_types=["conv", "conv", "full_attention"] * 3
+        + ["conv", "full_attention"] * 3
+        + ["conv"],
+        conv_L_cache=3,
+    ),
 }
+"""Name → `config.json`, with the end-of-text tokens of the base models."""
 
-"""Name → shapes, with the end-of-text tokens of the base models."""
+PRESETS = {name: ModelConfig.from_hf(config) for name, config in CONFIGS.items()}
 
 
 def preset(name: str) -> ModelConfig:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import shutil
@@ -27,7 +26,7 @@ from stepgraph.runtime.errors import StepgraphError
 from stepgraph.runtime.loading.checkpoint import CheckpointReader, read_config
 from stepgraph.runtime.loading.loader import iter_weights, random_weights
 from stepgraph.runtime.models.config import ModelConfig
-from stepgraph.runtime.models.presets import PRESETS
+from stepgraph.runtime.models.presets import CONFIGS, PRESETS
 
 from ..rigs.bench_rig import ROOT, measured, run_bench
 from ..rigs.engine_rig import greedy, opened
@@ -36,7 +35,6 @@ from ..rigs.service_rig import wait_until
 from ..rigs.tiny_models import TinyModel
 
 ARGUMENTS = "--mode eager --batch-size 2 --input-len 24 --output-len 8 --num-warmup 0"
-SAVED = ("llama-3.2-1b", "qwen2.5-0.5b", "qwen3-moe-7b-a1b")
 
 
 def transformers(directory: Path) -> Transformers:
@@ -44,29 +42,35 @@ def transformers(directory: Path) -> Transformers:
     return Transformers({"checkpoint": str(directory), "dtype": "float32", **settings})
 
 
-def shrunk(name: str) -> ModelConfig:
+def shrunk(name: str) -> dict[str, Any]:
     """A preset of a tiny size."""
-    preset = PRESETS[name]
     sizes: dict[str, Any] = {
-        **{"vocab_size": 97, "hidden_size": 48, "intermediate_size": 80, "num_layers": 2},
-        **{"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "max_position_embeddings": 256},
-        **{"torch_dtype": "float32", "bos_token_id": 1, "eos_token_ids": (2,)},
+        **{"vocab_size": 97, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 4},
+        **{"num_attention_heads": 4, "max_position_embeddings": 256, "dtype": "float32"},
+        **{"head_dim": 12, "bos_token_id": 1, "eos_token_id": 2, "num_experts_per_tok": 2},
+        **{"num_experts": 6, "num_local_experts": 6, "n_routed_experts": 6},
+        **{"moe_intermediate_size": 32, "num_key_value_heads": 2, "n_shared_experts": 1},
+        **{"first_k_dense_replace": 1, "kv_lora_rank": 24},
+        **{"qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 12},
     }
-    if preset.experts is not None:
-        experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-        sizes["experts"] = dataclasses.replace(preset.experts, **experts)
-    return dataclasses.replace(preset, **sizes)
+    preset = CONFIGS[name]
+    if preset["num_key_value_heads"] == preset["num_attention_heads"]:
+        sizes["num_key_value_heads"] = 4
+    if "layer_types" in preset:
+        sizes["layer_types"] = preset["layer_types"][:4]
+    return preset | sizes
 
 
-@pytest.mark.parametrize("name", SAVED)
+@pytest.mark.parametrize("name", CONFIGS)
 def test_preset_is_saved_with_its_weights_and_tokens(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    config = shrunk(name)
-    save_random_weights(config, tmp_path, "float32", seed=5)
-    found = read_config(tmp_path)
+    saved = shrunk(name)
+    save_random_weights(saved, tmp_path, seed=5)
+    found, config = read_config(tmp_path), ModelConfig.from_hf(saved)
+    assert found == config
     with CheckpointReader(tmp_path) as reader:
-        read = dict(iter_weights(reader, found, torch.float32))
+        read = dict(iter_weights(reader, config, torch.float32))
     for key, tensor in random_weights(config, torch.float32, 5):
         assert torch.equal(read[key], tensor), key
     monkeypatch.setitem(PRESETS, "tiny", config)

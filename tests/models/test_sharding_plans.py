@@ -78,7 +78,7 @@ def test_ranks_of_presets_hold_the_whole_model(name: str) -> None:
     ranks = next(n for n in reversed(allowed_ranks(plan)) if n <= 8)
     shards = [shard_plan(plan, rank, ranks) for rank in range(ranks)]
     assert all(
-        [type(op) for op in layer.operations].count(AllReduce) == 2
+        [type(op) for op in layer.operations].count(AllReduce) == (2 if ranks > 1 else 0)
         for shard in shards
         for layer in shard.layers
     )
