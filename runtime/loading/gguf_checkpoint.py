@@ -9,9 +9,6 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,15 +17,14 @@ from torch import Tensor
 
 from ..bounded_repr import bounded_repr
 from ..errors import CheckpointError, ConfigError
-from ..kernels.ops.parameter import HeadRows, Source
-from ..kernels.weights import GroupedWeight
 from ..kernels.weights.gguf import GGUFType, PlainType
 from ..models.config import ModelConfig
 from ..models.families import FAMILIES
 from ..models.plan import fused_layout
 from ..models.rope import Rope, RopeScaling, inverse_frequencies
-from .checkpoint import CheckpointReader, TensorHeader, reading
-from .gguf_file import GGUFFile, GGUFTensor, gguf_package
+from .checkpoint import CheckpointReader, TensorHeader
+from .gguf_file import GGUFFile
+from .gguf_tensors import GGUFStored, GGUFTensors
 
 # Metadata as a `config.json`.
 
@@ -316,69 +312,10 @@ def _llama3(factors: list[float], theta: float) -> dict[str, Any]:
 
 # Tensors by the names of transformers.
 
-_REORDERED = frozenset({"llama", "granite", "smollm3"})
-"""Architectures whose rows of queries and keys are reordered, so that neighbours are rotated."""
-_QUERIES_KEYS = re.compile(r".*self_attn\.[qk]_proj\.(weight|bias)")
-_OF_EXPERT = re.compile(r"(.*\.experts)\.(\d{1,9})(\..*)")
 _LAYER = re.compile(r"blk\.(\d{1,9})\.(.*)")
 _READ_AS_CONFIG = frozenset(
     {"rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"}
 )
-
-
-@dataclass(frozen=True)
-class _Stored:
-    """A tensor of transformers as the file stores it."""
-
-    tensors: tuple[GGUFTensor, ...]
-    shape: tuple[int, ...]
-    """In transformers."""
-    expert: int | None = None
-    """Its index in a stack of experts."""
-    rows: HeadRows | None = None
-    """The order in which rows are read."""
-    compute: Callable[..., Tensor] | None = None
-    """Computes it from the decoded tensors; None: it is the only one."""
-
-    @property
-    def type(self) -> GGUFType | PlainType:
-        """Of the first tensor."""
-        return self.tensors[0].type
-
-    @property
-    def scale(self) -> float:
-        """Factor of a quantised tensor."""
-        scales = self.tensors[0].scales
-        return 1.0 if scales is None else float(scales[(self.expert or 0) % len(scales)])
-
-    def data(self) -> Tensor:
-        """Return the numbers of a plain tensor, the blocks of another one; a view if possible."""
-        data = self.tensors[0].data
-        if self.expert is not None:
-            data = data[self.expert]
-        return data if self.rows is None else self.rows.read(data)
-
-    def reading(self) -> AbstractContextManager[None]:
-        """Raise `CheckpointError` for contents that cannot be decoded."""
-        return reading(self.tensors[0].file, self.tensors[0].name)
-
-    def codes(self, source: Source, *, meta: bool) -> GroupedWeight:
-        """Return the rows of a source of a quantised tensor, see `CheckpointReader.stored`."""
-        assert isinstance(self.type, GGUFType)
-        if meta:
-            return self.type.described(source, self.scale)
-        with self.reading():
-            return self.type.read(self.data(), source.selection, self.scale)
-
-    def numbers(self) -> Tensor:
-        """Return the whole tensor. Raises `CheckpointError` if it cannot be decoded."""
-        with self.reading():
-            if self.compute is not None:
-                parts = (_Stored((tensor,), tensor.shape).numbers() for tensor in self.tensors)
-                return self.compute(*(part.float() for part in parts))
-            if isinstance(self.type, GGUFType):
-                return self.type.weight(self.data(), self.scale).decode()
-            return self.data()
 
 
 class GGUFReader(CheckpointReader):
@@ -394,16 +331,12 @@ class GGUFReader(CheckpointReader):
         """Read a file with the tensors of all its parts, of a model with this config."""
         self.directory = file.path
         self._config = config.whole
-        self._tensors = file.tensors
-        self._architecture = _Metadata(file).architecture
-        package = gguf_package()
-        numbers = {name: number for number, name in package.MODEL_ARCH_NAMES.items()}
-        self._names = package.get_tensor_name_map(numbers[self._architecture], config.num_layers)
-        self._stored: dict[str, _Stored] = {}
+        find = GGUFTensors(file, config.num_layers).find
+        self._stored: dict[str, GGUFStored] = {}
         for parameter in fused_layout(self._config).values():
             layouts = (parameter.sources, *parameter.alternatives)
             names = dict.fromkeys(source.name for sources in layouts for source in sources)
-            found = {n: stored for n in names if n is not None and (stored := self._find(n))}
+            found = {n: stored for n in names if n is not None and (stored := find(n))}
             shapes = {name: stored.shape for name, stored in found.items()}
             chosen = parameter.stored_in(shapes).source_names
             self._stored |= {name: found[name] for name in chosen if name in found}
@@ -415,8 +348,8 @@ class GGUFReader(CheckpointReader):
         self._formats = Counter(stored.type.name for stored in quantised.values())
         self._quantised = {n: s.codes for n, s in quantised.items() if s.compute is None}
         used = {tensor.name for stored in self._stored.values() for tensor in stored.tensors}
-        for name in self._tensors.keys() - used - _READ_AS_CONFIG:  # there are no parameters for it
-            tensor, layer = self._tensors[name], _LAYER.fullmatch(name)
+        for name in file.tensors.keys() - used - _READ_AS_CONFIG:  # there are no parameters for it
+            tensor, layer = file.tensors[name], _LAYER.fullmatch(name)
             if layer is not None:
                 if int(layer[1]) >= config.num_layers:
                     continue  # layers after the model's predict further tokens
@@ -425,73 +358,8 @@ class GGUFReader(CheckpointReader):
 
     def close(self) -> None:
         """Unmap the files. May be called again."""
-        self._stored, self._tensors, self._quantised = {}, {}, {}
+        self._stored, self._quantised = {}, {}
 
     def tensor(self, name: str) -> Tensor:
         """Return a tensor; it may share the mapped file's memory, so copy it to keep it."""
         return self._stored[name].numbers()
-
-    def _find(self, name: str) -> _Stored | None:
-        """Return how the file stores a tensor; None if it does not."""
-        expert, own = None, re.sub("_bias$", ".bias", name)
-        if (match := _OF_EXPERT.fullmatch(own)) is not None:
-            expert, own = int(match[2]), match[1] + match[3]
-        elif own.endswith("experts.gate_up_proj.bias"):
-            # Biases of gpt-oss alternate: `[experts, 2F]`.
-            return self._computed(
-                lambda gate, up: torch.stack((gate, up), dim=-1).flatten(1),
-                *(own, "gate_up", ("gate", "up")),
-            )
-        elif ".experts." in own and not own.endswith(".bias"):
-            return None  # a stack, of which each expert is found by itself
-        tensor = self._named(own)
-        if tensor is None and own.endswith("kv_b_proj.weight"):
-            # The projection of latents to keys, `[heads, rank, keys]`, and to values of each head.
-            return self._computed(
-                lambda keys, values: torch.cat((keys.mT, values), dim=1).flatten(0, 1),
-                *(own, "kv_b", ("k_b", "v_b")),
-            )
-        if tensor is None:
-            return None
-        if expert is not None:
-            moe = self._config.experts
-            assert moe is not None, "only mixtures name experts"
-            if len(tensor.shape) != 3 or tensor.shape[0] != moe.num_experts:
-                raise CheckpointError(
-                    f"{tensor.file}: {tensor.name} is {bounded_repr(list(tensor.shape), 80)}, which"
-                    f" must be a stack of expert_count = {moe.num_experts} matrices"
-                )
-            return _Stored((tensor,), tensor.shape[1:], expert)
-        if self._config.family.offset_norms and own.endswith("norm.weight"):
-            # Norms that multiply by one plus their weight are stored as the sum.
-            return self._computed(lambda weight: weight - 1.0, own)
-        if own.endswith("conv.conv.weight"):
-            return self._computed(lambda kernel: kernel.unsqueeze(1), own)  # `[features, 1, taps]`
-        rows = None
-        if self._architecture in _REORDERED and _QUERIES_KEYS.fullmatch(own):
-            dim = self._config.head_dim
-            rows = HeadRows(0, tensor.shape[0] // dim, dim, dim, interleaved=True)
-        return _Stored((tensor,), tensor.shape, rows=rows)
-
-    def _named(self, name: str) -> GGUFTensor | None:
-        """Return the tensor of the file for a name of transformers."""
-        found = self._names.get_name(name, (".weight", ".bias"))
-        if found is not None and not found.endswith((".weight", ".bias")):
-            found += ".weight"  # transformers has parameters without this suffix, such as sinks
-        return self._tensors.get(found)
-
-    def _computed(
-        self, compute: Callable[..., Tensor], name: str, part: str = "", by: Sequence[str] = ("",)
-    ) -> _Stored | None:
-        """Return a tensor computed from those whose names have each of `by` in place of `part`."""
-        tensors = [self._named(name.replace(part, other)) for other in by]
-        found = tuple(tensor for tensor in tensors if tensor is not None)
-        if len(found) != len(tensors):
-            return None
-        zero = torch.zeros(1, dtype=torch.uint8)  # on `meta` torch would import its compiler
-        try:
-            shape = compute(*(zero.expand(tensor.shape) for tensor in found)).shape
-        except (RuntimeError, IndexError) as error:
-            shapes = ", ".join(f"{t.name} {bounded_repr(list(t.shape), 80)}" for t in found)
-            raise CheckpointError(f"{found[0].file}: the shapes of {shapes} do not fit") from error
-        return _Stored(found, tuple(shape), compute=compute)

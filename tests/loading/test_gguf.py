@@ -235,3 +235,8 @@ def test_part_is_the_part_of_the_whole(data: st.DataObject) -> None:
         expected = numbers if selection is None else selection.read(numbers)
         found = stored_as.read(stored, selection, 1.0).decode()
         assert torch.equal(found, expected)
+    width = columns // data.draw(st.sampled_from([1, 3, columns // 16, columns // 8, columns]))
+    order = torch.tensor(data.draw(st.permutations(range(columns // width))))
+    inputs = (order[:, None] * width + torch.arange(width)).flatten()
+    found = stored_as.read(blocks[1], part, 1.0, inputs).decode()
+    assert torch.equal(found, part.read(whole[1][:, inputs]))

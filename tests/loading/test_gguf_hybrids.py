@@ -8,7 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from stepgraph.runtime.bench.gguf_writer import write_gguf
+from stepgraph.runtime.loading.gguf_file import open_gguf
+from stepgraph.runtime.loading.gguf_tensors import GGUFTensors
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 SIZES = {
@@ -107,3 +110,18 @@ def test_llama_cpp_has_the_logits_of_the_checkpoint(tmp_path: Path, case: str) -
         expected = model(torch.tensor([token_ids])).logits[0]
     assert expected.std() > 0.1
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_reader_has_the_tensors_of_the_checkpoint(tmp_path: Path, case: str) -> None:
+    saved(case, tmp_path)
+    write_gguf(tmp_path, tmp_path / "model.gguf")
+    file = open_gguf(tmp_path / "model.gguf")
+    tensors, used = GGUFTensors(file, 4), set()
+    for name, expected in load_file(tmp_path / "model.safetensors").items():
+        found = tensors.find(name)
+        assert found is not None, name
+        assert found.shape == expected.shape
+        torch.testing.assert_close(found.numbers(), expected, rtol=0, atol=1e-6)
+        used |= {tensor.name for tensor in found.tensors}
+    assert used == set(file.tensors)

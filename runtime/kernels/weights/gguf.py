@@ -90,20 +90,31 @@ class GGUFType:
             numbers = [found._replace(outer=found.outer.float() * scale) for found in numbers]
         return GroupedWeight(self.levels, codes.flatten(-2), self.group, *numbers)
 
-    def read(self, blocks: Tensor, selection: Selection | None, scale: float) -> GroupedWeight:
-        """Return a part of the weight; only rows that it has are unpacked."""
+    def read(
+        self,
+        blocks: Tensor,
+        selection: Selection | None,
+        scale: float,
+        inputs: Tensor | None = None,
+    ) -> GroupedWeight:
+        """Return a part of the weight with its inputs in an order, see `GroupedWeight.reordered`;
+        only rows that it has are unpacked."""
         rows, columns = rows_and_columns(selection)
         for part in rows:
             blocks = part.read(blocks)
         weight = self.weight(blocks, scale)
         weight.check_scales()
+        if inputs is not None:
+            weight = weight.reordered(inputs)
         return weight if columns is None else weight.columns(columns.start, columns.count)
 
-    def described(self, source: Source, scale: float) -> GroupedWeight:
+    def described(
+        self, source: Source, scale: float, inputs: Tensor | None = None
+    ) -> GroupedWeight:
         """Return a weight in the format and the shape that `read` returns for a source, of a row
         of zeros."""
         row = torch.zeros(1, source.shape[-1] // self.elements, self.nbytes, dtype=torch.uint8)
-        weight = self.read(row, rows_and_columns(source.selection)[1], scale)
+        weight = self.read(row, rows_and_columns(source.selection)[1], scale, inputs)
         return weight.over(lambda tensor: tensor.expand(*source.part_shape[:-1], -1))
 
 

@@ -205,6 +205,26 @@ class GroupedWeight:
             minimums=None if self.minimums is None else self.minimums.narrow(*groups),
         )
 
+    def reordered(self, inputs: Tensor) -> GroupedWeight:
+        """Return the weight with its inputs in another order, int64 `[K]`.
+
+        If that parts groups, the result has groups of one input.
+        """
+        first, within = inputs[:: self.group], torch.arange(self.group)
+        whole = len(inputs) % self.group == 0 and not bool((first % self.group).any())
+        if not (whole and torch.equal((first[:, None] + within).flatten(), inputs)):
+            return self._in_groups_of_one().reordered(inputs)
+        order = first // self.group
+
+        def each(scales: Scales) -> Scales:
+            if scales.inner is None:
+                return Scales(scales.outer[..., order])
+            return Scales(scales.outer[..., order // scales.run], scales.inner[..., order])
+
+        minimums = None if self.minimums is None else each(self.minimums)
+        codes = self.codes[..., inputs]
+        return replace(self, codes=codes, scales=each(self.scales), minimums=minimums)
+
     def _in_groups_of_one(self) -> GroupedWeight:
         def each(scales: Scales) -> Scales:
             inputs = scales.groups().repeat_interleave(self.group, -1)
