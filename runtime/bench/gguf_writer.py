@@ -143,6 +143,8 @@ def _check(config: dict[str, Any], checkpoint: Path) -> None:
     unknown = [name for name, value in DEFAULTS.items() if config.get(name, value) != value]
     if config["model_type"] in HYBRID and not layer_types(config):
         unknown.append("layer_types")
+    if config.get("mamba_rms_norm") and config["mamba_norm_before_gate"]:
+        unknown.append("mamba_norm_before_gate")
     if not known or unknown:
         raise ValueError(
             f"{checkpoint}: llama.cpp reads {', '.join(ARCHITECTURES)} with default"

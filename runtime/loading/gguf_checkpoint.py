@@ -34,6 +34,9 @@ _MODEL_TYPES = {
     **{"qwen2vl": "qwen2", "qwen3vl": "qwen3", "qwen3vlmoe": "qwen3_moe"},
     **{"qwen3moe": "qwen3_moe", "gemma3": "gemma3_text", "chatglm": "glm"},
     **{"deepseek2": "deepseek_v2", "gpt-oss": "gpt_oss", "llama4": "llama4_text"},
+    **{"qwen35": "qwen3_5_text", "qwen35moe": "qwen3_5_moe_text", "qwen3next": "qwen3_next"},
+    **{"lfm2moe": "lfm2_moe", "granitehybrid": "granitemoehybrid", "falcon-h1": "falcon_h1"},
+    **dict.fromkeys(("nemotron_h", "nemotron_h_moe"), "nemotron_h"),
 }
 """The `model_type` of each architecture; empty: the same."""
 _FIELDS = {
@@ -71,6 +74,28 @@ _FIELDS = {
 }
 """Key of the metadata, after the architecture -> field of `ModelConfig` or `ExpertsConfig`, or key
 of `config.json`."""
+_DELTA_RULE = (
+    *("linear_num_key_heads", "linear_num_value_heads", "linear_value_head_dim"),
+    *("linear_key_head_dim", "linear_conv_kernel_dim"),
+)
+_MAMBA = ("mamba_n_groups", "mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_d_conv")
+_STATE_KEYS = {
+    **dict.fromkeys(("qwen35", "qwen35moe", "qwen3next"), _DELTA_RULE),
+    **dict.fromkeys(("granitehybrid", "falcon-h1"), _MAMBA),
+    **dict.fromkeys(
+        ("nemotron_h", "nemotron_h_moe"),
+        ("n_groups", "mamba_num_heads", "mamba_head_dim", "ssm_state_size", "conv_kernel"),
+    ),
+}
+"""Keys of `config.json` for the sizes of recurrent layers: groups, or heads of keys; heads, and
+the size of one; the size of a state's keys; and the tokens that a convolution sees."""
+_MULTIPLIERS = {
+    **dict.fromkeys(("embedding_multiplier", "lm_head_multiplier", "key_multiplier"), 1.0),
+    **dict.fromkeys(("attention_in_multiplier", "attention_out_multiplier"), 1.0),
+    **dict.fromkeys(("ssm_in_multiplier", "ssm_out_multiplier"), 1.0),
+    **{"mlp_multipliers": [1.0] * 2, "ssm_multipliers": [1.0] * 5},
+}
+"""Of Falcon-H1; conversion multiplies weights by them."""
 _END_OF_TURN = (
     *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>"),
     *("<|endoftext|>", "<|eom_id|>", "<|end_of_text|>"),
@@ -92,10 +117,11 @@ class _Metadata:
     def __init__(self, file: GGUFFile) -> None:
         self.file = file
         self.architecture = file.require("general.architecture", str)
-        if self.architecture not in _MODEL_TYPES:
+        supported = [name for name, model in _MODEL_TYPES.items() if (model or name) in FAMILIES]
+        if self.architecture not in supported:
             raise CheckpointError(
                 f"the GGUF architecture {bounded_repr(self.architecture, 60)} is not supported;"
-                f" supported: {', '.join(_MODEL_TYPES)}"
+                f" supported: {', '.join(supported)}"
             )
 
     def number(self, key: str, default: float | None = None) -> Any:
@@ -172,7 +198,24 @@ def _config_json(metadata: _Metadata) -> dict[str, Any]:
 def _add_of_architecture(config: dict[str, Any], metadata: _Metadata) -> None:
     """Add what metadata leaves to the code of llama.cpp, or has under other keys."""
     number, rope = metadata.number, config["rope_scaling"]
+    if (keys := _STATE_KEYS.get(metadata.architecture)) is not None:
+        heads = max(1, number("ssm.time_step_rank", 1))
+        sizes = ("ssm.group_count", "ssm.time_step_rank", "ssm.inner_size")
+        values = map(number, (*sizes, "ssm.state_size", "ssm.conv_kernel"))
+        config |= dict(zip(keys, values, strict=True))
+        config[keys[2]] = number("ssm.inner_size", 0) // heads
     match metadata.architecture:
+        case "qwen35" | "qwen35moe" | "qwen3next":
+            interval = number("full_attention_interval", 4)
+            recurrent = metadata.file.plain(f"{metadata.architecture}.attention.recurrent_layers")
+            layers = range(1, config["num_hidden_layers"] + 1)
+            recurrent = recurrent or [layer % max(1, interval) != 0 for layer in layers]
+            kinds = ("full_attention", "linear_attention")
+            config |= {
+                "layer_types": [kinds[bool(r)] for r in recurrent[: config["num_hidden_layers"]]],
+                "shared_expert_intermediate_size": number("expert_shared_feed_forward_length"),
+                "norm_topk_prob": True,
+            }
         case "qwen3moe" | "qwen3vlmoe":
             config["norm_topk_prob"] = True
         case "cohere2":
@@ -205,18 +248,50 @@ def _add_of_architecture(config: dict[str, Any], metadata: _Metadata) -> None:
                 "norm_topk_prob": config.get("norm_topk_prob", False),
                 "routed_scaling_factor": config.get("routed_scaling_factor", 1.0),
             }
-        case "lfm2":
-            # Layers without heads of keys are convolutions.
-            heads = config.get("num_key_value_heads")
-            if not isinstance(heads, list) or not heads:
-                raise CheckpointError(
-                    f"lfm2.attention.head_count_kv must be a list, not {bounded_repr(heads, 80)}"
-                )
+        case "lfm2" | "lfm2moe":
+            attending = _attending(config, metadata)
+            tensors = metadata.file.tensors
             config |= {
-                "num_key_value_heads": max(heads),
-                "layer_types": ["full_attention" if count else "conv" for count in heads],
-                "conv_bias": "blk.0.shortconv.conv.bias" in metadata.file.tensors,
+                "layer_types": ["full_attention" if attends else "conv" for attends in attending],
+                "conv_bias": "blk.0.shortconv.conv.bias" in tensors,
                 "block_auto_adjust_ff_dim": False,
+                "num_dense_layers": number("leading_dense_block_count"),
+                "use_expert_bias": any(name.endswith("exp_probs_b.bias") for name in tensors),
+                "norm_topk_prob": True,
+            }
+        case "granitehybrid":
+            attending = _attending(config, metadata)
+            rotates = metadata.file.get("granitehybrid.rope.scaling.finetuned", bool, True)
+            width = number("feed_forward_length")
+            config |= {
+                "layer_types": ["attention" if attends else "mamba" for attends in attending],
+                "num_local_experts": number("expert_count", 0),
+                "intermediate_size": width,
+                "shared_intermediate_size": number("expert_shared_feed_forward_length", width),
+                "position_embedding_type": "rope" if rotates else None,
+            }
+        case "nemotron_h" | "nemotron_h_moe":
+            widths = config.get("intermediate_size")
+            attending = _attending(config, metadata)
+            if not isinstance(widths, list) or len(widths) != len(attending):
+                raise CheckpointError(
+                    f"{metadata.architecture}.feed_forward_length must have a number for each"
+                    f" layer, not {bounded_repr(widths, 80)}"
+                )
+            mlp = "E" if number("expert_count") else "-"
+            config |= {
+                "hybrid_override_pattern": "".join(
+                    "*" if attends else mlp if width else "M"
+                    for attends, width in zip(attending, widths, strict=True)
+                ),
+                "intermediate_size": max(widths),
+                "moe_shared_expert_intermediate_size": number("expert_shared_feed_forward_length"),
+            }
+        case "falcon-h1":
+            config |= _MULTIPLIERS | {
+                "mamba_d_ssm": number("ssm.inner_size"),
+                "mamba_rms_norm": "blk.0.ssm_norm.weight" in metadata.file.tensors,
+                "mamba_norm_before_gate": False,
             }
         case "gpt-oss":
             # Without scaling, transformers would scale as in the published models.
@@ -233,6 +308,19 @@ def _add_of_architecture(config: dict[str, Any], metadata: _Metadata) -> None:
             config |= {"rope_parameters": ropes, "rope_scaling": None}
         case "phi3" if (first := number("rope.scaling.original_context_length")) is not None:
             config["original_max_position_embeddings"] = first
+
+
+def _attending(config: dict[str, Any], metadata: _Metadata) -> list[bool]:
+    """Return whether each layer is attention: others have no heads of keys. The config gets the
+    number that these have."""
+    heads = config.get("num_key_value_heads")
+    if not isinstance(heads, list) or not heads:
+        raise CheckpointError(
+            f"{metadata.architecture}.attention.head_count_kv must be a list, not"
+            f" {bounded_repr(heads, 80)}"
+        )
+    config["num_key_value_heads"] = max(heads)
+    return [bool(count) for count in heads]
 
 
 def _dtype(file: GGUFFile) -> str:

@@ -14,6 +14,8 @@ from stepgraph.runtime.loading.gguf_file import open_gguf
 from stepgraph.runtime.loading.gguf_tensors import GGUFTensors
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from ..rigs.engine_rig import opened
+
 SIZES = {
     **{"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4},
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512},
@@ -40,6 +42,10 @@ GRANITE = MAMBA | {
     **{"embedding_multiplier": 6.0, "residual_multiplier": 0.5, "logits_scaling": 2.0},
     "attention_multiplier": 0.1,
 }
+FALCON = {
+    **{"mamba_d_ssm": 128, "head_dim": 16},
+    **{"mamba_rms_norm": True, "mamba_norm_before_gate": False},
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5": ("qwen3_5_text", DELTA_RULE | {"tie_word_embeddings": True}),
     "qwen3_5_moe": ("qwen3_5_moe_text", DELTA_RULE | EXPERTS),
@@ -59,9 +65,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "nemotron_h",
         NEMOTRON | {"layers_block_type": ["linear_attention", "moe", "full_attention", "moe"]},
     ),
-    "falcon_h1": ("falcon_h1", MAMBA | {"mamba_d_ssm": 128, "head_dim": 16}),
+    "falcon_h1": ("falcon_h1", MAMBA | FALCON),
 }
 """Model type and keys of its config."""
+NATIVE = ("lfm2",)
+"""Cases of families that this package has."""
 
 
 def saved(case: str, directory: Path) -> PreTrainedModel:
@@ -125,3 +133,14 @@ def test_reader_has_the_tensors_of_the_checkpoint(tmp_path: Path, case: str) -> 
         torch.testing.assert_close(found.numbers(), expected, rtol=0, atol=1e-6)
         used |= {tensor.name for tensor in found.tensors}
     assert used == set(file.tensors)
+
+
+@pytest.mark.parametrize("case", NATIVE)
+def test_engine_has_the_logits_of_the_checkpoint(tmp_path: Path, case: str) -> None:
+    model = saved(case, tmp_path)
+    write_gguf(tmp_path, tmp_path / "model.gguf")
+    token_ids = torch.randint(96, (40,)).tolist()
+    with torch.no_grad():
+        expected = model(torch.tensor([token_ids])).logits[0]
+    with opened(tmp_path / "model.gguf") as engine:
+        torch.testing.assert_close(engine.score(token_ids, 20), expected[19:], rtol=0, atol=2e-4)
