@@ -19,13 +19,16 @@ from .cpu.build import (
     have_compiler,
     load_cpu_ops,
 )
+from .cpu.recurrent import cpu_causal_conv, cpu_recurrence
 from .cpu.threads import limit_threads, resolve_threads
 from .ops.attention import AttentionForm, paged_attention, reference_paged_attention
 from .ops.batch import LayerPlace, RaggedBatch
+from .ops.convolution import causal_conv
 from .ops.experts import Experts, Routing, reference_experts
 from .ops.experts_operator import opaque_experts, packed_experts
 from .ops.linear import packed_linear, reference_linear
 from .ops.packed_parts import can_pack, pack_parts, parts_bytes
+from .ops.recurrence import recurrence
 from .ops.stack import DecoderStack, DecodeStep, Stack, stack_obstacle
 from .packed_memory import PackedMemory
 from .support import (
@@ -82,6 +85,7 @@ def select_kernels(
     # But in eager steps, attention is one operation that torch.compile does not look into.
     attention, library = reference_paged_attention if plain else paged_attention, None
     native_attention = not plain and (device_type == "cpu" or have_triton())
+    native_state = native_attention and device_type == "cpu"
     if native_attention and device_type != "cpu":
         attention = _gpu_kernels(weights).attention
     elif native_attention and load:
@@ -93,6 +97,8 @@ def select_kernels(
         experts=reference_experts if plain else opaque_experts,
         bounded_by_length=native_attention,
         masks=0 if native_attention else 1,
+        recurrence=cpu_recurrence if native_state else recurrence,
+        causal_conv=cpu_causal_conv if native_state else causal_conv,
         weights=weights,
         library=library,
     )
@@ -117,6 +123,8 @@ def _cpu_kernels(dtype: torch.dtype, weights: WeightStorage, *, load: bool) -> K
         experts=packed_experts if packs else opaque_experts,
         bounded_by_length=True,
         masks=0,
+        recurrence=cpu_recurrence,
+        causal_conv=cpu_causal_conv,
         weights=weights,
         sampler="cpu",
         library=library,

@@ -15,6 +15,7 @@
 #include "elementwise_ops.h"
 #include "kernels.h"
 #include "linear_ops.h"
+#include "recurrent_ops.h"
 #include "sampling_ops.h"
 #include "stack_ops.h"
 
@@ -102,6 +103,8 @@ TORCH_LIBRARY_IMPL(stepgraph, CPU, library) {
   library.impl("all_reduce", &all_reduce_cpu);
   library.impl("cap_logits", &cap_logits_cpu);
   library.impl("communicator_create", &communicator_create);
+  library.impl("cpu_causal_conv", &cpu_causal_conv);
+  library.impl("cpu_recurrence", &cpu_recurrence);
   library.impl("decoder_stack", &decoder_stack_cpu);
   library.impl("drafted_inputs", &drafted_inputs_cpu);
   library.impl("gather_columns", &gather_columns_cpu);
