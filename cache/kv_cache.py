@@ -40,7 +40,8 @@ class _Held:
     room: int = 0
     """Tokens that the blocks can hold, in every group."""
     slides_next: int = sys.maxsize
-    """First position at which a group frees a block."""
+    """First position at which a group with a window frees a block. Recurrent state that a request
+    has left behind waits for its next growth."""
     published: int = 0
     """Full blocks that `KVCache.publish` has processed."""
     verified: int = 0
@@ -184,7 +185,7 @@ class KVCache:
         ]
         if self._needed(num_tokens, lengths, tables) + headroom > self.pool.num_free:
             return None
-        if self.states is not None and not self.states.has_room(stop):
+        if self.states is not None and not self.states.can_admit():
             return None
         firsts = [sum(block == NULL_BLOCK for block in table) for table in tables]
         for table, first in zip(tables, firsts, strict=True):
@@ -208,7 +209,7 @@ class KVCache:
         if found.source == "prefix":
             held.published = found.num_tokens // size
         if self.states is not None:
-            found = self._admit_state(request_id, num_tokens, reuse, stop, hashes)
+            found = self._admit_state(request_id, num_tokens, reuse, hashes)
             held.room = min(held.room, self.states.room(request_id))
         held.slides_next = self._slides_next(request_id)
         return found
@@ -218,10 +219,9 @@ class KVCache:
         request_id: str,
         num_tokens: int,
         reuse: _Reuse,
-        stop: int,
         hashes: PrefixHashes | None,
     ) -> Admitted:
-        """Hold the recurrent state of an admitted request, whose next step ends at `stop`."""
+        """Hold the recurrent state that an admitted request reuses."""
         found, states = reuse.found, self.states
         assert states is not None
         if found.source == "swap":
@@ -240,7 +240,6 @@ class KVCache:
             )
             found = replace(found, stored=stored)
             found.copies.inputs.extend(copies.inputs)
-        states.advance(request_id, stop)
         return found
 
     def grow(self, request_id: str, num_tokens: int) -> list[TableChange] | None:
@@ -257,7 +256,7 @@ class KVCache:
         missing = [max(0, columns - len(table)) for table in held.tables]
         if sum(missing) > self.pool.num_free:
             return None
-        if self.states is not None and not self.states.has_room(num_tokens, request_id):
+        if self.states is not None and not self.states.can_advance(request_id, num_tokens):
             return None
         changes: list[TableChange] = []
         for group, (table, count) in enumerate(zip(held.tables, missing, strict=True)):
@@ -268,7 +267,6 @@ class KVCache:
         if self.states is not None:
             changes += self._of_states(self.states.advance(request_id, num_tokens))
             held.room = min(held.room, self.states.room(request_id))
-            held.slides_next = self._slides_next(request_id)
         return changes
 
     def _of_states(self, changes: list[TableChange]) -> list[TableChange]:
@@ -300,11 +298,8 @@ class KVCache:
 
         Returns the entries that are now the null block.
         """
-        held = self._held[request_id]
-        if position < held.slides_next:
-            return []
-        changes: list[TableChange] = []
-        for group, _ in self._windows:
+        held, changes = self._held[request_id], list[TableChange]()
+        for group, _ in self._windows if position >= held.slides_next else ():
             table, begin = held.tables[group], held.firsts[group]
             end = min(self._first_column(group, position), len(table))
             if begin < end:
@@ -449,11 +444,10 @@ class KVCache:
     def _slides_next(self, request_id: str) -> int:
         """Return the first position at which `slide` frees a block."""
         firsts = self._held[request_id].firsts
-        states = sys.maxsize if self.states is None else self.states.slides_next(request_id)
         windows = (
             (firsts[group] + 1) * self.block_size + window - 1 for group, window in self._windows
         )
-        return min(states, *windows, sys.maxsize)
+        return min(windows, default=sys.maxsize)
 
     # Finds the tokens that an admitted request need not compute. Changes nothing.
     #

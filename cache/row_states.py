@@ -17,8 +17,6 @@ prefix, until others take their place, the least recently used first.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -68,28 +66,33 @@ class RowPools:
     ) -> RowPools:
         """Return what a number of rows needs, and room for `cached` more snapshots.
 
-        A row holds the columns from `ahead` tokens before its next token on, which the step in
-        flight may still read, to the last one of the planned step; in a prefill step also the last
-        ones of its chunk, and the junction.
+        A row that decodes holds the columns of `3 * ahead` tokens: from `ahead` before its next
+        token on, as the last step may have begun there, to the end of the planned step, before
+        which a step in flight may advance by `ahead`. A prompt holds the columns at the ends of two
+        chunks, and the junction.
         """
-        needed = rows * (2 + 3 * ahead // block_size) + prefill_rows * (2 + ahead // block_size)
-        return RowPools(1 + needed + cached, 1 + needed, ahead, host)
+        decode, end = most_columns(3 * ahead, block_size), most_columns(ahead, block_size)
+        needed = 1 + rows * decode + prefill_rows * max(0, 2 * end + 1 - decode)
+        return RowPools(needed + cached, needed, ahead, host)
+
+
+def most_columns(tokens: int, block_size: int) -> int:
+    """Return the most blocks that consecutive tokens can be part of."""
+    return (tokens + block_size - 2) // block_size + 1
 
 
 @dataclass(slots=True)
 class _Held:
     """What a request holds, by column."""
 
-    known: int
-    """Its tokens at its admission: the end of its prompt."""
+    end: int
+    """The last column of the tokens that it was admitted with: of its prompt."""
     last: int
     """Its last column."""
     junction: int = 0
     """Column whose snapshot a cached prefix lacked; 0: none."""
     snapshots: dict[int, int] = field(default_factory=dict)
     inputs: dict[int, int] = field(default_factory=dict)
-    published: bool = False
-    """Whether the snapshot at the end of its prompt has been published."""
 
 
 class RowStateCache:
@@ -113,12 +116,11 @@ class RowStateCache:
                 return column
         return 0
 
-    def has_room(self, stop: int, request_id: str | None = None) -> bool:
-        """Whether `advance` to `stop` tokens cannot fail, of a request or after an admission."""
-        held = None if request_id is None else self._held[request_id]
-        columns = len(self._new_columns(-1 if held is None else held.last, stop))
-        extra = 3 if held is None else 1  # the base, which was free, and the junction
-        return min(self.snapshots.num_free, self.inputs.num_free) >= columns + extra
+    def can_admit(self) -> bool:
+        """Whether there is room for `admit`, and for `advance` to the end of the first chunk."""
+        # A snapshot at the end of the reused tokens, one more of a swapped request or of the
+        # junction, and the columns at the end of the chunk.
+        return self._has_room(2 + most_columns(self._ahead, self._size))
 
     def admit(
         self,
@@ -139,13 +141,14 @@ class RowStateCache:
         """
         assert request_id not in self._held, f"request {request_id} holds recurrent state already"
         column = num_tokens // self._size
-        held = self._held[request_id] = _Held(known, column, junction)
+        held = self._held[request_id] = _Held(self._end(known), column, junction)
         copies = Copies.none()
+        (held.inputs[column],) = self.inputs.allocate(1)
         if sibling is not None:
             other = self._held[sibling]
             snapshot = other.snapshots.get(column)
             if num_tokens % self._size:
-                copies.inputs.append((other.inputs[column], 0))
+                copies.inputs.append((other.inputs[column], held.inputs[column]))
         else:
             assert num_tokens % self._size == 0, "snapshots are at block boundaries"
             snapshot = self.snapshots.find(hashes[column - 1]) if column and hashes else None
@@ -153,9 +156,6 @@ class RowStateCache:
             assert snapshot is not None, f"request {request_id} reuses tokens without a snapshot"
             self.snapshots.share((snapshot,))
             held.snapshots[column] = snapshot
-        (held.inputs[column],) = self.inputs.allocate(1)
-        if copies.inputs:
-            copies.inputs[0] = (copies.inputs[0][0], held.inputs[column])
         return column, copies
 
     def can_fork(self, sibling: str, num_tokens: int) -> bool:
@@ -165,23 +165,22 @@ class RowStateCache:
             num_tokens % self._size == 0 or column in held.inputs
         )
 
+    def can_advance(self, request_id: str, stop: int) -> bool:
+        """Whether there is room for `advance`."""
+        return self._has_room(len(self._new_columns(self._held[request_id], stop)))
+
     def advance(self, request_id: str, stop: int) -> list[tuple[int, int, int]]:
-        """Hold the columns that steps up to token `stop` (exclusive) write; see `has_room`."""
+        """Hold the columns in which a step whose last token is at `stop` - 1 leaves state."""
         held = self._held[request_id]
-        columns = self._new_columns(held.last, stop)
-        if not columns:
-            return []
         changes = []
-        if held.last < held.junction < columns[0]:
-            (held.snapshots[held.junction],) = self.snapshots.allocate(1)
-            changes.append((0, held.junction, held.snapshots[held.junction]))
-        for column in columns:
+        for column in self._new_columns(held, stop):
             if column:
                 (held.snapshots[column],) = self.snapshots.allocate(1)
                 changes.append((0, column, held.snapshots[column]))
-            (held.inputs[column],) = self.inputs.allocate(1)
-            changes.append((1, column, held.inputs[column]))
-        held.last = columns[-1]
+            if column != held.junction or column >= self._first(stop):
+                (held.inputs[column],) = self.inputs.allocate(1)
+                changes.append((1, column, held.inputs[column]))
+            held.last = column
         return changes
 
     def room(self, request_id: str) -> int:
@@ -189,7 +188,7 @@ class RowStateCache:
         return (self._held[request_id].last + 1) * self._size
 
     def slide(self, request_id: str, position: int) -> list[tuple[int, int, int]]:
-        """Free the columns that a step whose first token is at `position` no longer reads."""
+        """Free the columns that a step whose first token is at `position` does not read."""
         held, first = self._held[request_id], self._first(position)
         changes = []
         for table, (entries, pool) in enumerate(self._tables(held)):
@@ -197,12 +196,6 @@ class RowStateCache:
                 pool.free((entries.pop(column),))
                 changes.append((table, column, 0))
         return changes
-
-    def slides_next(self, request_id: str) -> int:
-        """First position at which `slide` frees something."""
-        held = self._held[request_id]
-        first = min((*held.snapshots, *held.inputs), default=None)
-        return sys.maxsize if first is None else (first + 1) * self._size + self._ahead
 
     def table_of(self, request_id: str) -> list[tuple[int, int, int]]:
         """Return all entries of a request."""
@@ -223,16 +216,15 @@ class RowStateCache:
     ) -> None:
         """Cache snapshots of a request whose first `num_tokens` tokens launched steps compute.
 
-        These are the one at the end of its prompt, the junction, and if it `leaves`, the last one.
-        A snapshot is stored by the step that begins with a later token.
+        These are the last one of its prompt, the junction, and if it `leaves`, the last one.
+        A snapshot is stored by the step that computes the token after it.
         """
         held = self._held[request_id]
-        at_end = num_tokens >= held.known and not held.published
-        for column, snapshot in held.snapshots.items():
-            kept = at_end or leaves or column == held.junction
-            if kept and column * self._size < num_tokens:
-                self.snapshots.publish(snapshot, hashes[column - 1])
-        held.published |= at_end
+        stored = [column for column in held.snapshots if column * self._size < num_tokens]
+        last = max(stored, default=0) if leaves else 0
+        for column in stored:
+            if column in (held.end, held.junction, last):
+                self.snapshots.publish(held.snapshots[column], hashes[column - 1])
 
     def verify(self, request_id: str, hashes: PrefixHashes, num_tokens: int) -> None:
         """Protect snapshots from `withdraw`: the logits after `num_tokens` tokens are finite."""
@@ -280,7 +272,7 @@ class RowStateCache:
         assert own_snapshots is not None, f"request {request_id} has no state on the host"
         assert own_inputs is not None
         column = own_snapshots.num_tokens // self._size
-        held = self._held[request_id] = _Held(known, column)
+        held = self._held[request_id] = _Held(self._end(known), column)
         copies = Copies.none()
         for at, pool, entries, pairs in (
             (own_snapshots, self.snapshots, held.snapshots, copies.snapshots),
@@ -323,9 +315,17 @@ class RowStateCache:
         """First column that a step whose first token is at `position` may read."""
         return max(0, position - self._ahead) // self._size
 
-    def _new_columns(self, last: int, stop: int) -> Sequence[int]:
-        end = (stop - 1) // self._size
-        return range(max(last + 1, self._first(stop)), end + 1)
+    def _end(self, known: int) -> int:
+        """Column of the last of a request's tokens."""
+        return (known - 1) // self._size
+
+    def _new_columns(self, held: _Held, stop: int) -> list[int]:
+        """Columns to add: the junction, if a chunk passes it, and those at the end of the step."""
+        columns = list(range(max(held.last + 1, self._first(stop)), self._end(stop) + 1))
+        return [*[held.junction] * (held.last < held.junction < min(columns, default=0)), *columns]
+
+    def _has_room(self, entries: int) -> bool:
+        return min(self.snapshots.num_free, self.inputs.num_free) >= entries
 
     def _tables(self, held: _Held) -> tuple[tuple[dict[int, int], BlockPool], ...]:
         return (held.snapshots, self.snapshots), (held.inputs, self.inputs)

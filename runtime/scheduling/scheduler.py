@@ -496,9 +496,11 @@ class Scheduler:
                 break
             if request not in running.rows:
                 continue
-            stop = min(request.num_tokens, request.num_computed + budget)
-            if self._make_room(plan, request, stop, may_leave=False):
-                budget = self._add_chunk(plan, request, request.num_computed, budget)
+            start = request.num_computed
+            count, left = self._next_chunk(plan, request, start, budget)
+            if self._make_room(plan, request, start + count, may_leave=False):
+                budget = left
+                self._add_chunk(plan, request, start, count)
         if plan.preempted:  # would readmit them with the blocks they just lost
             return
         passed = 0  # requests that do not hold back later ones
@@ -522,23 +524,28 @@ class Scheduler:
             self._reserve(head)
             self._update_tables(plan, head, self.cache.table_of(head.id))
             plan.admitted.append(Admission(head, row, found))
-            budget = self._add_chunk(plan, head, found.num_tokens, budget)
+            count, budget = self._next_chunk(plan, head, found.num_tokens, budget)
+            self._grow(plan, head, found.num_tokens + count)
+            self._add_chunk(plan, head, found.num_tokens, count)
 
-    def _add_chunk(self, plan: StepPlan, request: Request, start: int, budget: int) -> int:
-        """Plan a chunk of a prompt within the token budget; return the remaining budget.
+    def _next_chunk(
+        self, plan: StepPlan, request: Request, start: int, budget: int
+    ) -> tuple[int, int]:
+        """Return the tokens of a request's next chunk, and the token budget after it.
 
         With a latency budget the chunk can be empty. Then the request keeps its row and waits.
         """
         asked = count = min(request.num_tokens - start, budget)
-        if asked <= 0:
-            return budget
         if self._step_budget is not None:
             count = self._step_budget.fit(plan, request, start, asked)
-        if count:
-            row, stop = self._running.rows[request], start + count
-            samples, scored = stop == request.num_tokens, request.unscored(start, stop)
-            plan.prefill.append(RowSpan(request, row, start, count, samples, scored))
-        return budget - count if count == asked else 0
+        return count, budget - count if count == asked else 0
+
+    def _add_chunk(self, plan: StepPlan, request: Request, start: int, count: int) -> None:
+        if not count:
+            return
+        row, stop = self._running.rows[request], start + count
+        samples, scored = stop == request.num_tokens, request.unscored(start, stop)
+        plan.prefill.append(RowSpan(request, row, start, count, samples, scored))
 
     def _make_room(
         self, plan: StepPlan, request: Request, num_tokens: int, *, may_leave: bool
@@ -550,13 +557,12 @@ class Scheduler:
         """
         # Siblings may fork at the last token of the prompt, which reads a block that this request's
         # next token does not read. That block is kept for them if enough blocks are free.
-        slid = not request.siblings or request.least_computed != len(request.prompt_ids)
-        if slid:
-            self._slide(plan, request)
+        keeps = request.siblings and request.least_computed == len(request.prompt_ids)
+        self._slide(plan, request, request.least_computed - bool(keeps))
         while not self._grow(plan, request, num_tokens):
-            if not slid:
-                self._slide(plan, request)
-                slid = True
+            if keeps:
+                self._slide(plan, request, request.least_computed)
+                keeps = False
                 continue
             victim = max(self._running.rows, key=order_of)  # served last
             if victim is request and not may_leave:
@@ -662,10 +668,9 @@ class Scheduler:
         self._schedule_next(request, count=count)
         return True
 
-    def _slide(self, plan: StepPlan, request: Request) -> None:
-        """Free the blocks that the request's next and later tokens do not read."""
-        dropped = self.cache.slide(request.id, request.least_computed)
-        self._update_tables(plan, request, dropped)
+    def _slide(self, plan: StepPlan, request: Request, position: int) -> None:
+        """Free the blocks that the request's tokens from `position` on do not read."""
+        self._update_tables(plan, request, self.cache.slide(request.id, position))
 
     def _schedule_next(self, request: Request, *, count: int = 1) -> None:
         """Schedule the next event of a request that decodes from this step on.

@@ -21,6 +21,7 @@ from types import SimpleNamespace
 
 import numpy as np
 from stepgraph.cache.blocks import NULL_BLOCK
+from stepgraph.cache.row_states import Copies
 from stepgraph.runtime.execution.outputs import Sampled, Score
 from stepgraph.runtime.kernels.ops.batch import NON_FINITE
 from stepgraph.runtime.request import Request
@@ -40,6 +41,9 @@ NAN = None
 
 Contents = dict[int, int | None]
 """Of a block: offset -> value. What was never written is not there."""
+
+Copy = tuple[tuple[int, int], dict[int, Contents], dict[int, Contents]]
+"""Source and destination, and of what memories they are."""
 
 NO_TOKENS: frozenset[int] = frozenset()
 NO_ROPES = RopeLengths()
@@ -67,6 +71,11 @@ def values_of(
     return [digest(group, token, seen, variant) for group in range(len(seen))]
 
 
+def state_after(state: int | None, new: int | None) -> int | None:
+    """Recurrent state after one more token, of which it takes a value."""
+    return NAN if NAN in (state, new) else digest(state, new)
+
+
 def next_token(seed: int, seen: Seen) -> int:
     return NON_FINITE if any(NAN in values for values in seen) else digest(seed, seen) % VOCAB
 
@@ -82,15 +91,17 @@ def oracle(
     windows: Windows = (None,),
     nan_tokens: frozenset[int] = NO_TOKENS,
     ropes: RopeLengths = NO_ROPES,
+    recurrent: bool = False,
 ) -> tuple[list[int], str]:
     """The output of a request that runs alone, and why it ends."""
     values: list[list[int | None]] = [[] for _ in windows]
+    states: list[int | None] = [0]
     output: list[int] = []
     rope_length = len(request.prompt_ids)
 
     def seen(position: int) -> list[list[int | None]]:
         shown = zip(values, windows, strict=True)
-        return [v[begin_of(w, position) :] for v, w in shown]
+        return [v[begin_of(w, position) :] for v, w in shown] + [states[-1:]] * recurrent
 
     def write(token: int) -> None:
         nonlocal rope_length
@@ -99,11 +110,13 @@ def oracle(
             rope_length = position + 1
             for group in values:
                 group.clear()
+            states[:] = [0]
             for earlier in (*request.prompt_ids, *output)[:position]:
                 write(earlier)
         variant = ropes.variant(max(position + 1, rope_length))
         new = values_of(seen(position), token, nan_tokens, variant)
-        for group, value in zip(values, new, strict=True):
+        states.append(state_after(states[-1], new[-1]))
+        for group, value in zip(values, new, strict=False):
             group.append(value)
 
     for token in request.prompt_ids:
@@ -130,17 +143,25 @@ class FakeDevice:
         block_size: int,
         nan_tokens: frozenset[int],
         ropes: RopeLengths,
+        recurrent: bool,
     ) -> None:
         self.windows = windows
+        self.recurrent = recurrent
         self.ropes = ropes
         self.rope_lengths = [0] * max_num_seqs
         self.nan_tokens = nan_tokens
         self.block_size = block_size
         self.blocks: dict[int, Contents] = {}
-        self.host: dict[int, Contents] = {}
+        self.snapshots: dict[int, Contents] = {}
+        self.inputs: dict[int, Contents] = {}
+        self.host: tuple[dict[int, Contents], ...] = ({}, {}, {})
+        """Of blocks, snapshots and inputs."""
         self.tables: list[list[dict[int, int]]] = [
-            [{} for _ in range(max_num_seqs)] for _ in windows
+            [{} for _ in range(max_num_seqs)] for _ in (*windows, *(0, 0) * recurrent)
         ]
+        self.stored = [0] * max_num_seqs
+        self._states: dict[int, tuple[int, int | None, Contents]] = {}
+        """Of the row that computes: column, state before it, and the inputs of its tokens."""
         self.seeds = [-1] * max_num_seqs
         self.tokens = [-1] * max_num_seqs
         self.positions = [-1] * max_num_seqs
@@ -161,14 +182,67 @@ class FakeDevice:
 
     def seen(self, row: int, position: int, stop: int) -> list[list[int | None]]:
         """What the token at `position` finds before `stop`."""
-        return [
+        found = [
             [self.read(g, row, p) for p in range(begin_of(window, position), stop)]
             for g, window in enumerate(self.windows)
         ]
+        return [*found, [self.state(row, stop)]] if self.recurrent else found
+
+    # Recurrent state is kept as `ops/row_states.py` does it.
+
+    def begin(self, row: int, position: int) -> None:
+        """Read the state of a row whose first token in a step is at `position`."""
+        if not self.recurrent:
+            return
+        column, known = position // self.block_size, self.stored[row]
+        assert known >= column - 1, f"row {row} reads a snapshot that no step has stored"
+        before = column - (known < column)
+        state = self.snapshots[self._entry(0, row, before)][0] if before else 0
+        for own in range(before, column):
+            inputs = self.inputs[self._entry(1, row, own)]
+            state = self._replayed(row, own + 1, state, inputs)
+        offset = position % self.block_size
+        inputs = self.inputs[self._entry(1, row, column)] if offset else {}
+        self._states[row] = column, state, {p: inputs[p] for p in range(offset)}
+
+    def state(self, row: int, stop: int) -> int | None:
+        """State after the tokens before `stop`."""
+        column, state, inputs = self._states[row]
+        for offset in range(stop - column * self.block_size):
+            state = state_after(state, inputs[offset])
+        return state
+
+    def add_input(self, row: int, position: int, value: int | None) -> None:
+        column, offset = divmod(position, self.block_size)
+        before, state, inputs = self._states[row]
+        if column != before:
+            state, inputs = self._replayed(row, column, state, inputs), {}
+        inputs[offset] = value
+        self._states[row] = column, state, inputs
+        if entry := self.tables[-1][row].get(column, 0):
+            self.inputs.setdefault(entry, {})[offset] = value
+
+    def _replayed(self, row: int, column: int, state: int | None, inputs: Contents) -> int | None:
+        for offset in range(self.block_size):
+            state = state_after(state, inputs[offset])
+        if entry := self.tables[-2][row].get(column, 0):
+            self.on_snapshot(entry, state)
+            self.snapshots[entry] = {0: state}
+        return state
+
+    def _entry(self, table: int, row: int, column: int) -> int:
+        entry = self.tables[table - 2][row].get(column, 0)
+        assert entry, f"row {row} reads state of column {column}, which it does not hold"
+        return entry
+
+    def on_snapshot(self, entry: int, state: int | None) -> None:
+        """Called before a snapshot is stored."""
 
     def write(self, row: int, position: int, token: int) -> None:
         variant = self.ropes.variant(max(position + 1, self.rope_lengths[row]))
         values = values_of(self.seen(row, position, position), token, self.nan_tokens, variant)
+        if self.recurrent:
+            self.add_input(row, position, values.pop())
         for group, value in enumerate(values):
             block, offset = slot = self.slot(group, row, position)
             self.blocks.setdefault(block, {})[offset] = value
@@ -217,7 +291,11 @@ class FakeRunner:
         self.scheduler = scheduler
         self.in_flight = in_flight
         block_size = scheduler.cache.block_size
-        self.device = FakeDevice(windows, scheduler.max_num_seqs, block_size, nan_tokens, ropes)
+        states = scheduler.cache.states
+        self.device = FakeDevice(
+            *(windows, scheduler.max_num_seqs, block_size, nan_tokens, ropes, states is not None)
+        )
+        self.device.on_snapshot = self._check_snapshot  # type: ignore[method-assign]
         self.fail_after: Callable[[str, int], int | None] = lambda name, count: None
         self.draft: Callable[[Request, int, int], list[int]] = lambda request, at, count: []
         """Drafts that may follow so many output tokens of a request."""
@@ -227,8 +305,14 @@ class FakeRunner:
         self.launched = 0
         self.seen: Counter[str] = Counter()  # what has happened, so that tests are not empty
         self._stages: list[str] = []  # of the step under way
-        # Blocks handed out since contents were last forgotten.
-        self._fresh = record_allocations(scheduler.cache.pool)
+        # Blocks handed out since contents were last forgotten, with what they are of.
+        device, pools = self.device, [scheduler.cache.pool]
+        pools += [] if states is None else [states.snapshots, states.inputs]
+        memories = device.blocks, device.snapshots, device.inputs
+        self._fresh = [
+            (record_allocations(pool), memory)
+            for pool, memory in zip(pools, memories, strict=False)
+        ]
 
     @property
     def blocks(self) -> FakeRunner:
@@ -239,42 +323,49 @@ class FakeRunner:
         self._stages = ["swap_out"]
         for preemption in plan.preempted:
             self.seen["recomputed" if preemption.swap_out is None else "swapped"] += 1
-        device = self.device
         try:
             copies = [each.swap_out for each in plan.preempted if each.swap_out is not None]
-            swapped = [pair for each in copies for pair in each.blocks]
-            self._copy("swap_out", [(pair, device.blocks, device.host) for pair in swapped])
+            self._copy("swap_out", [copy for own in copies for copy in self._copies(own, "out")])
         finally:
             self._empty_fresh()  # now, because what was in them has just been copied
 
     def _empty_fresh(self) -> None:
-        for block in self._fresh:
-            self.device.blocks.pop(block, None)
-        self._fresh.clear()
+        for fresh, memory in self._fresh:
+            for block in fresh:
+                memory.pop(block, None)
+            fresh.clear()
+
+    def _copies(self, copies: Copies, to: str) -> list[Copy]:
+        device = self.device
+        memories = device.blocks, device.snapshots, device.inputs
+        sources = device.host if to == "in" else memories
+        targets = device.host if to == "out" else memories
+        kinds = zip(copies, sources, targets, strict=True)
+        return [(pair, source, target) for pairs, source, target in kinds for pair in pairs]
 
     def copy_in(self, plan: StepPlan) -> None:
         assert self._stages == ["swap_out"]
         self._stages.append("copy_in")
-        device = self.device
         found = [admission.found for admission in plan.admitted]
-        copies = [(pair, device.blocks, device.blocks) for f in found for pair in f.copies.blocks]
-        copies += [(pair, device.host, device.blocks) for f in found for pair in f.swap_in.blocks]
+        copies = [copy for f in found for copy in self._copies(f.copies, "within")]
+        copies += [copy for f in found for copy in self._copies(f.swap_in, "in")]
         try:
             self._copy("copy_in", copies)
         except InjectedError:
             self.seen["undone"] += sum(bool(f.copies.total or f.swap_in.total) for f in found)
             raise
-        cache, groups = self.scheduler.cache, range(len(device.windows))
+        cache, groups = self.scheduler.cache, range(len(self.device.windows))
         for request, at in ((admission.request.id, admission.found) for admission in plan.admitted):
             self.seen[at.source] += 1
             self.seen["fork with a copy"] += at.source == "fork" and len(at.copies.blocks) > 0
             behind = any(NULL_BLOCK in cache.block_table(request, group) for group in groups)
             self.seen["prefix behind a window"] += at.source == "prefix" and behind
+            self.seen["prefix with state"] += at.source == "prefix" and at.stored > 0
 
     def _copy(
         self,
         name: str,
-        copies: list[tuple[tuple[int, int], dict[int, Contents], dict[int, Contents]]],
+        copies: list[Copy],
     ) -> None:
         """Make copies in any order: all read what was there before."""
         limit = self.fail_after(name, len(copies)) if copies else None
@@ -303,6 +394,9 @@ class FakeRunner:
             device.seeds[admission.row] = admission.request.seed
             device.rope_lengths[admission.row] = admission.request.rope_length
             device.drafts[admission.row] = []
+            device.stored[admission.row] = admission.found.stored
+            for tables in device.tables[len(device.windows) :]:
+                tables[admission.row].clear()
         for update in plan.table_updates:
             device.tables[update.group][update.row][update.column] = update.block
         check_plan(plan, self.scheduler)
@@ -310,6 +404,13 @@ class FakeRunner:
         for request, row in rows_of(self.scheduler).items():
             for group, column, block in cache.table_of(request.id):
                 assert device.tables[group][row][column] == block, "the device has another table"
+            state_entries = sum(
+                entry > 0
+                for tables in device.tables[len(device.windows) :]
+                for entry in tables[row].values()
+            )
+            own = () if cache.states is None else cache.states.table_of(request.id)
+            assert state_entries == len(own), "the device has entries that the request has lost"
         sampled, advanced = [], None
         if plan.decode_counts:
             device.written.clear()
@@ -327,6 +428,8 @@ class FakeRunner:
                 row = request.row
                 assert row is not None
                 position = device.positions[row]
+                device.begin(row, position)
+                device.stored[row] = position // device.block_size
                 self._write(row, position, device.tokens[row])
                 sampled.append((request, device.sample(row, position), None))
         proposed = [
@@ -336,6 +439,8 @@ class FakeRunner:
         device.written.clear()
         for chunk in plan.prefill:
             stop = chunk.start + chunk.count
+            device.begin(chunk.row, chunk.start)
+            device.stored[chunk.row] = (stop - 1) // device.block_size
             for position, token in enumerate(chunk.request.tokens(chunk.start, stop), chunk.start):
                 self._write(chunk.row, position, token)
             if chunk.samples:
@@ -363,6 +468,8 @@ class FakeRunner:
             self.seen["own drafts in flight"] += len(self.unread) if count > 1 else 0
         assert len(drafts) == count - 1
         first, token = device.positions[row], device.tokens[row]
+        device.begin(row, first)
+        device.stored[row] = first // device.block_size
         accepted: list[int] = []
         right = True
         for position, draft in enumerate((*drafts, None), first):
@@ -399,6 +506,14 @@ class FakeRunner:
             block, _ = self.device.slot(group, row, position)
             assert pool.ref_count(block) == 1, f"block {block} is written, and shared"
             assert not is_published(pool, block), f"block {block} is written, and cached"
+
+    def _check_snapshot(self, entry: int, state: int | None) -> None:
+        """Assert that no one else reads a snapshot that is stored, unless it stays the same."""
+        states = self.scheduler.cache.states
+        assert states is not None
+        if self.device.snapshots.get(entry) != {0: state}:
+            assert states.snapshots.ref_count(entry) == 1, "a shared snapshot changes"
+            assert not is_published(states.snapshots, entry), "a cached snapshot changes"
 
     def _write(self, row: int, position: int, token: int) -> None:
         """Write a token to slots that no other row reads, now or later."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from stepgraph.cache.blocks import PrefixHashes
 from stepgraph.cache.kv_cache import KVCache
+from stepgraph.cache.row_states import RowPools
 from stepgraph.cache.spec import LayerGroup
 from stepgraph.runtime.engine.loop import StepLoop
 from stepgraph.runtime.engine.request_output import RequestOutput
@@ -74,7 +76,9 @@ class Rig:
         drafter: bool = False,
         nan_tokens: frozenset[int] = NO_TOKENS,
         ropes: RopeLengths = NO_ROPES,
+        snapshots: int | None = None,
     ) -> None:
+        """`snapshots`: those that are cached; None without recurrent state."""
         self.windows = windows
         self.nan_tokens = nan_tokens
         self.ropes = ropes
@@ -85,12 +89,23 @@ class Rig:
         def most_blocks(num_tokens: int) -> int:
             return sum(group.most_blocks(num_tokens, block_size, chunk) for group in groups)
 
+        self.oracle = partial(
+            oracle, windows=windows, nan_tokens=nan_tokens, ropes=ropes,
+            recurrent=snapshots is not None,
+        )  # fmt: skip
+        pools = None
+        if snapshots is not None:
+            tokens_per_row = min(tokens_per_row, block_size)
+            ahead = tokens_per_row * (1 + (drafter and tokens_per_row > 1))
+            sizes = max_num_seqs, min(max_prefill_rows, max_num_seqs), block_size
+            pools = RowPools.of(*sizes, ahead=ahead, cached=snapshots, host=host_blocks)
         self.cache = KVCache(
             groups,
             max(usable_blocks, most_blocks(2)) + 1,  # one token in and one out
             block_size,
             chunk=chunk,
             host_blocks=host_blocks,
+            row_pools=pools,
         )
         fitting = range(MAX_LEN + 1)
         usable = self.cache.usable_blocks
@@ -107,7 +122,7 @@ class Rig:
         self.runner = FakeRunner(self.scheduler, in_flight, windows, nan_tokens, ropes)
 
         def known(request: Request) -> list[int]:
-            return oracle(request, windows, nan_tokens, ropes)[0]
+            return self.oracle(request)[0]
 
         speculator: Guesses | DeviceDrafts | None = None
         if drafter and tokens_per_row > 1:
@@ -196,7 +211,7 @@ class Rig:
         """Run to the end; the output of each of the requests is as if it had run alone."""
         self.drain(limit)
         for request in requests:
-            expected = oracle(request, self.windows, self.nan_tokens, self.ropes)
+            expected = self.oracle(request)
             assert (request.output_ids, request.finish_reason) == expected
 
     def drain(self, limit: int | None = None) -> list[RequestOutput]:
@@ -226,6 +241,11 @@ class Rig:
         assert cache.host.num_free == cache.host.num_blocks
         assert cache.pool.num_published <= cache.usable_blocks
         assert not cache._held
+        if cache.states is not None:
+            for pool in (cache.states.snapshots, cache.states.inputs):
+                assert pool.num_free == pool.num_blocks - 1
+            for host in cache.states.host:
+                assert host.num_free == host.num_blocks
         assert scheduler.num_running == scheduler.num_waiting == 0
         assert not self.loop.requests.groups
         assert not self.runner.unread
@@ -233,14 +253,19 @@ class Rig:
 
     def cached_nan(self) -> list[int]:
         """Return the blocks that can be found by content and hold NaN; none is verified."""
-        pool, blocks = self.cache.pool, self.runner.device.blocks
-        published = [block for block in range(pool.num_blocks) if is_published(pool, block)]
-        found = [block for block in published if NAN in blocks.get(block, {}).values()]
-        assert not any(pool._verified[block] for block in found)
+        device, found = self.runner.device, list[int]()
+        cached = [(self.cache.pool, device.blocks)]
+        if self.cache.states is not None:
+            cached.append((self.cache.states.snapshots, device.snapshots))
+        for pool, memory in cached:
+            published = [block for block in range(pool.num_blocks) if is_published(pool, block)]
+            own = [block for block in published if NAN in memory.get(block, {}).values()]
+            assert not any(pool._verified[block] for block in own)
+            found += own
         return found
 
     def check_output(self, output: RequestOutput, requests: list[Request]) -> None:
         """Assert that a finished output is that of requests which run alone."""
         for completion, request in zip(output.completions, requests, strict=True):
-            expected = oracle(request, self.windows, self.nan_tokens, self.ropes)
+            expected = self.oracle(request)
             assert (completion.token_ids, completion.finish_reason) == expected

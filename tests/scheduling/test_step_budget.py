@@ -153,10 +153,11 @@ def test_where_no_step_only_decodes_each_part_learns_its_share() -> None:
     st.booleans(),
     st.sampled_from([(None,), (None, 6)]),
     st.sampled_from([30, 100]),
+    st.sampled_from([None, 0, 5]),
     st.randoms(use_true_random=False),
 )
 def test_everybody_is_served_and_decoding_never_waits(
-    requests, max_itl_ms, in_flight, prefix, windows, usable_blocks, rng
+    requests, max_itl_ms, in_flight, prefix, windows, usable_blocks, snapshots, rng
 ) -> None:
     budget = budget_of(max_itl_ms)
     fit = budget.fit
@@ -176,6 +177,7 @@ def test_everybody_is_served_and_decoding_never_waits(
         prefix=prefix,
         usable_blocks=usable_blocks,
         step_budget=budget,
+        snapshots=snapshots,
     )
     made = []
     for prompt_len, max_tokens in requests:
