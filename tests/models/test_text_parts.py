@@ -23,6 +23,10 @@ SIZES: dict[str, Any] = {
 }
 MROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+DELTA = {
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 12},
+    **{"linear_value_head_dim": 10, "layer_types": ["linear_attention", "full_attention"]},
+}
 VISION = {
     **{"hidden_size": 32, "depth": 1, "num_hidden_layers": 1, "intermediate_size": 32},
     **{"num_heads": 2, "num_attention_heads": 2, "out_hidden_size": 64},
@@ -31,6 +35,12 @@ CASES: dict[str, tuple[str, dict[str, Any], bool]] = {
     "qwen3_vl": ("Qwen3VL", {}, True),
     "qwen3_vl_moe": ("Qwen3VLMoe", EXPERTS, True),
     "qwen2_5_vl": ("Qwen2_5_VL", {"rope_parameters": MROPE}, True),
+    "qwen3_5": ("Qwen3_5", DELTA, True),
+    "qwen3_5_moe": (
+        "Qwen3_5Moe",
+        DELTA | EXPERTS | {"shared_expert_intermediate_size": 24},
+        True,
+    ),
     "mistral3": ("Mistral3", {"model_type": "mistral"}, True),
     "ministral3": ("Mistral3", {"model_type": "ministral3"}, False),
     "llama4": ("Llama4", {"num_local_experts": 2, "intermediate_size_mlp": 96}, True),

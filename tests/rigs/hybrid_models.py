@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 from .family_variants import variant
@@ -68,3 +69,29 @@ HYBRID_VARIANTS: dict[str, dict[str, Any]] = {
         **_delta((3, 3), (6, 12), 3, linear_allow_neg_eigval=False, save_original_format=False),
     },
 }
+
+
+def random_sizes(model_type: str, draws: random.Random) -> dict[str, Any]:
+    """Draw the sizes of a tiny model."""
+    heads, each = draws.randint(1, 3), draws.randint(1, 3)
+    kv_heads = draws.choice([1, 2, 3, 6])
+    layers = [*"llf", *draws.choices("lf", k=draws.randint(0, 2))]
+    draws.shuffle(layers)
+    sizes = variant(model_type, "".join(layers), hidden=8 * draws.randint(3, 9), kv_heads=kv_heads)
+    sizes |= {"bos_token_id": None, "eos_token_id": None}
+    taps, key, value = draws.randint(2, 5), draws.randint(3, 20), draws.randint(3, 20)
+    experts, width = draws.randint(2, 7), draws.randint(5, 40)
+    if model_type == "kimi_linear":
+        own = variant(**_KIMI | {"kv_heads": 6, "num_local_experts": experts + 1})
+        own |= {"linear_num_heads": heads * each, "linear_head_dim": key}
+        own |= {"linear_conv_kernel_dim": taps, "moe_intermediate_size": width}
+        return own | sizes | {"num_key_value_heads": 6, "tie_word_embeddings": False}
+    sizes |= _delta((heads, heads * each), (key, value), taps)
+    if model_type == "olmo_hybrid":
+        return sizes | {"rope_parameters": draws.choice([_NO_ROPE, None])}
+    if model_type != "qwen3_5_text":
+        sizes |= {"num_experts": experts, "num_experts_per_tok": draws.randint(1, experts)}
+        sizes |= {"moe_intermediate_size": width}
+        sizes["shared_expert_intermediate_size"] = draws.randint(5, 40)
+    partial = draws.choice([0.25, 0.5, 1.0])
+    return sizes | {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": partial}}

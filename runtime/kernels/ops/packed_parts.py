@@ -264,7 +264,8 @@ def _blocks(weight: GroupedWeight) -> Tensor:
 def _scale_units(scales: Scales) -> Iterator[Tensor]:
     for numbers in (scales.outer, scales.inner):
         if numbers is not None:
-            as_bytes = numbers.contiguous().view(torch.uint8).unflatten(1, (numbers.shape[1], -1))
+            # Flat: the one scale of each row, transposed, is contiguous with another last stride.
+            as_bytes = numbers.contiguous().view(-1).view(torch.uint8).view(*numbers.shape, -1)
             padded = F.pad(as_bytes, (0, 0, 0, 0, 0, -len(numbers) % BLOCK))
             yield (
                 padded.unflatten(0, (-1, BLOCK))
