@@ -120,7 +120,67 @@ class DeltaRuleConfig:
             )
 
 
-_MIXER_CONFIGS: Mapping[Mixer, type] = {"conv": ConvConfig, "delta_rule": DeltaRuleConfig}
+@dataclass(frozen=True, kw_only=True)
+class Mamba2Config:
+    """A Mamba-2 layer. Raises `ConfigError`."""
+
+    mamba_n_heads: Size
+    mamba_d_head: Size
+    """Elements of a head."""
+    mamba_n_groups: Size
+    """Groups of heads that share what is written to the state, and read from it."""
+    mamba_d_state: Size
+    """Elements of the state for each element of a head."""
+    mamba_d_conv: Size
+    """Tokens that the convolution sees, the newest included."""
+    mamba_conv_bias: bool = True
+    mamba_proj_bias: bool = False
+    """Whether the projection of its inputs has a bias."""
+    mamba_output_bias: bool = False
+    mamba_rms_norm: bool = True
+    """Whether its output is normed, in groups."""
+    mamba_norm_before_gate: bool = False
+    """Whether the gate multiplies the output of that norm, not its input."""
+    least_time_step: Annotated[float, Range(0.0, 1e18)] = 0.0
+    largest_time_step: Annotated[float, Range(0.0, 1e18)] = 1e18
+
+    def __post_init__(self) -> None:
+        check_fields(self, ConfigError)
+        if self.mamba_n_heads % self.mamba_n_groups:
+            raise ConfigError(
+                f"mamba_n_heads = {self.mamba_n_heads} must be a multiple of mamba_n_groups ="
+                f" {self.mamba_n_groups}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Multipliers:
+    """Factors of the results of linear layers (muP, arXiv 2203.03466). Raises `ConfigError`."""
+
+    attention_in_multiplier: Number = 1.0
+    """Of queries, keys and values."""
+    key_multiplier: Number = 1.0
+    attention_out_multiplier: Number = 1.0
+    ssm_in_multiplier: Number = 1.0
+    """Of all inputs of a Mamba layer."""
+    ssm_multipliers: tuple[Number, ...] = (1.0,) * 5
+    """Of its gate, of its x, B and C, and of its time steps."""
+    ssm_out_multiplier: Number = 1.0
+    mlp_multipliers: tuple[Number, ...] = (1.0,) * 2
+    """Of the gate of an MLP, and of its output."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, ConfigError)
+        for name, count in (("ssm_multipliers", 5), ("mlp_multipliers", 2)):
+            if len(found := getattr(self, name)) != count:
+                raise ConfigError(f"{name} = {bounded_repr(found)} must have {count} numbers")
+
+
+_MIXER_CONFIGS: Mapping[Mixer, type] = {
+    "conv": ConvConfig,
+    "delta_rule": DeltaRuleConfig,
+    "mamba2": Mamba2Config,
+}
 """The fields of `ModelConfig` that describe mixers, and their types."""
 
 
@@ -290,11 +350,15 @@ def _read_attention(config: Json, family: Family) -> dict[str, Any]:
     if family.reads("layer_heads"):
         fields["layer_heads"] = tuple(map(tuple, config["layer_heads"]))
     used = {mixer for kind in types for mixer in MIXERS[kind]}
-    if (state := read_field(config, "mamba_ssm_dtype", str, "float32")) not in DTYPES:
-        raise CheckpointError(
-            f"mamba_ssm_dtype = {bounded_repr(state)} must be one of {', '.join(DTYPES)}; recurrent"
-            " state is kept in float32"
-        )
+    for key in ("mamba_ssm_dtype", "mamba_ssm_cache_dtype"):
+        if (state := read_field(config, key, str, "float32")) not in DTYPES:
+            raise CheckpointError(
+                f"{key} = {bounded_repr(state)} must be one of {', '.join(DTYPES)}; recurrent state"
+                " is kept in float32"
+            )
+    if family.reads("ssm_multipliers"):
+        lists = {name: _numbers(config, name) for name in ("ssm_multipliers", "mlp_multipliers")}
+        fields["multipliers"] = Multipliers(**_read_fields(Multipliers, config, family, lists))
     for mixer, kind in _MIXER_CONFIGS.items():
         if mixer in used:
             fields[mixer] = kind(**_read_fields(kind, config, family, {}))
@@ -313,6 +377,14 @@ def _read_attention(config: Json, family: Family) -> dict[str, Any]:
     fields["num_kv_heads"] = read_field(config, "num_key_value_heads", int, heads)
     fields["head_dim"] = read_field(config, "head_dim", int, hidden_size // max(heads, 1))
     return fields
+
+
+def _numbers(config: Json, name: str) -> tuple[float, ...]:
+    """Read a list of numbers."""
+    listed = config.get(name)
+    if not isinstance(listed, list):
+        raise CheckpointError(f"{name} must be a list of numbers, not {bounded_repr(listed)}")
+    return tuple(read_field({name: number}, name, float) for number in listed)
 
 
 def _latent_fields(config: Json, family: Family, heads: int) -> dict[str, Any]:
@@ -509,6 +581,10 @@ class ModelConfig(DecoderConfig):
     """The short convolutions of its layers."""
     delta_rule: DeltaRuleConfig | None = None
     """The delta rule of its layers."""
+    mamba2: Mamba2Config | None = None
+    """Its Mamba-2 layers."""
+    multipliers: Multipliers = Multipliers()
+    """Factors of the results of its linear layers."""
     shard: tuple[int, int] | None = None
     """Rank and number of ranks: the plan of the model is for one rank of a tensor-parallel
     group. All other fields describe the whole model. None: the plan is for the whole model."""

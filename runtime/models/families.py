@@ -189,7 +189,8 @@ class ExpertsConfig:
     n_shared_experts: Annotated[int, Range(0, 2048)] = 0
     """Experts that every token uses in addition."""
     shared_expert_intermediate_size: Annotated[int, Range(0, MOST_SIZE)] = 0
-    """Width of an MLP that every token uses too, times a gate of the token; 0: there is none."""
+    """Width of an MLP that every token uses too, perhaps times a gate of the token; 0: there is
+    none."""
     scores: Scores = "softmax"
     """As `Routing.scores`."""
     norm_topk_prob: bool = False
@@ -289,9 +290,10 @@ class ExpertTraits:
     """Whether a config without experts has an MLP in every layer."""
     shared: str = ""
     """Name of the MLP that all tokens use; empty: there is none."""
+    shared_names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
+    """Names of its projections; the last one is its output."""
     shared_gate: str = ""
-    """Name of the projection to the gate of that MLP, whose width is a key of its own then; empty:
-    it has no gate, and the width of `n_shared_experts` experts."""
+    """Name of the projection to the gate of that MLP; empty: it has no gate."""
     router_bias: bool = False
     """The router has a bias."""
     biases: bool = False
@@ -334,10 +336,19 @@ class DeltaRuleLayout:
 
 # What a decoder family is, and readers for the keys of its `config.json`.
 
-Mixer = Literal["attention", "conv", "delta_rule"]
+Mixer = Literal["attention", "conv", "delta_rule", "mamba2"]
 """What mixes the tokens of a sequence in a layer."""
 
-LayerType = Literal["full_attention", "sliding_attention", "conv", "delta_rule", "mlp", "experts"]
+LayerType = Literal[
+    "full_attention",
+    "sliding_attention",
+    "conv",
+    "delta_rule",
+    "mamba2",
+    "mamba2_attention",
+    "mlp",
+    "experts",
+]
 
 ATTENTION_TYPES: tuple[LayerType, ...] = ("full_attention", "sliding_attention")
 
@@ -345,6 +356,8 @@ MIXERS: Mapping[LayerType, tuple[Mixer, ...]] = {
     **dict.fromkeys(ATTENTION_TYPES, ("attention",)),
     "conv": ("conv",),
     "delta_rule": ("delta_rule",),
+    "mamba2": ("mamba2",),
+    "mamba2_attention": ("mamba2", "attention"),
     "mlp": (),
     "experts": (),
 }
@@ -461,6 +474,8 @@ class Family:
     their projection."""
     delta_rule: DeltaRuleLayout | None = None
     """Of layers with the delta rule, if there can be any."""
+    mamba: str = "mamba"
+    """Name in a checkpoint of the module of a Mamba layer."""
     experts: ExpertTraits | None = None
     """The traits of mixtures of experts, if layers can have them."""
     mtp: MtpLayout | None = None
@@ -573,25 +588,74 @@ def _with_longrope(config: Json) -> Json:
     return changed
 
 
-def _dense_granite(config: Json) -> Json:
-    """Granite 4: refuse layers with experts; Mamba layers are not in `layer_kinds`."""
+def _granite_hybrid(config: Json) -> Json:
+    """Granite 4: all layers are Mamba layers if the config lists none."""
     types = config.get("layer_types")
     if types is None:
         types = config.get("layers_block_type")
     if types is None:
-        raise CheckpointError(
-            "the config has no layer_types, so all layers of GraniteMoeHybridForCausalLM are "
-            "Mamba layers, which are not supported; only 'full_attention' is"
-        )
-    experts = read_field(config, "num_local_experts", int)
-    if experts != 0:
-        raise CheckpointError(
-            f"num_local_experts = {experts} makes the layers of GraniteMoeHybridForCausalLM "
-            "mixtures of experts, which are not supported; only dense models "
-            "(num_local_experts = 0) are"
-        )
+        types = ["mamba"] * read_field(config, "num_hidden_layers", int)
     read_optional(config, "position_embedding_type", str)
-    return {**config, "layer_types": types}
+    return _mamba2({**config, "layer_types": types})
+
+
+def _bamba(config: Json) -> Json:
+    """Bamba: layers with attention by number."""
+    attending = _layers(config, "attn_layer_indices")
+    layers = range(read_field(config, "num_hidden_layers", int))
+    types = ["full_attention" if i in attending else "mamba" for i in layers]
+    return _mamba2({**config, "layer_types": types})
+
+
+def _falcon_h1(config: Json) -> Json:
+    """Falcon-H1: every layer has both mixers, and factors follow linear layers."""
+    factor = read_field(config, "lm_head_multiplier", float)
+    if not factor > 0.0:
+        raise CheckpointError(f"lm_head_multiplier = {factor} must be positive")
+    for bias, name in (("attention_bias", "attention_in"), ("mamba_proj_bias", "ssm_in")):
+        by = read_field(config, f"{name}_multiplier", float)
+        if by != 1.0 and read_field(config, bias, bool, False):
+            raise CheckpointError(f"{bias} is not supported with {name}_multiplier = {by}")
+    if read_field(config, "mlp_bias", bool, False) and config["mlp_multipliers"][0] != 1.0:
+        raise CheckpointError("mlp_bias is not supported with mlp_multipliers")
+    types = ["hybrid"] * read_field(config, "num_hidden_layers", int)
+    return _mamba2({**config, "layer_types": types, "logits_scaling": 1.0 / factor})
+
+
+def _mamba2(config: Json) -> Json:
+    """Mamba-2: the sizes of heads, and the limits of time steps."""
+    act = read_field(config, "hidden_act", str, "silu")
+    if act != "silu":
+        raise CheckpointError(f"hidden_act = {bounded_repr(act)} must be 'silu' in Mamba layers")
+    heads, head = read_count(config, "mamba_n_heads"), config.get("mamba_d_head")
+    inner, named = read_optional(config, "mamba_d_ssm", int), "mamba_d_ssm"
+    if inner is None:
+        inner = read_count(config, "mamba_expand") * read_count(config, "hidden_size")
+        named = "mamba_expand * hidden_size"
+    if inner % heads or head not in (None, "auto", inner // heads):
+        raise CheckpointError(
+            f"{named} = {inner} must be mamba_n_heads = {heads} times mamba_d_head = "
+            + bounded_repr(head)
+        )
+    return {**config, "mamba_d_head": inner // heads, **_time_steps(config, "time_step_limit")}
+
+
+def _time_steps(config: Json, key: str) -> Json:
+    """Return the limits of time steps, of which the largest may be infinite."""
+    limits = config.get(key)
+    if limits is None:
+        return {}
+    if isinstance(limits, list):  # transformers writes numbers that JSON lacks as objects
+        limits = [math.inf if limit == {"__float__": "Infinity"} else limit for limit in limits]
+    if (
+        not isinstance(limits, list)
+        or [type(limit) in (int, float) for limit in limits] != [True, True]
+        or not 0 <= limits[0] < limits[1]
+    ):
+        raise CheckpointError(
+            f"{key} must be the least and the largest time step, not {bounded_repr(limits)}"
+        )
+    return {"least_time_step": float(limits[0]), "largest_time_step": min(limits[1], 1e18)}
 
 
 def _with_lfm2_names(config: Json) -> Json:
@@ -649,6 +713,44 @@ _GRANITE: dict[str, Any] = {
     **_LLAMA_TOKENS,
     **dict.fromkeys(MULTIPLIERS, 1.0),
 }
+
+_MAMBA2: dict[str, Any] = {
+    "mamba_n_heads": 128,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 256,
+    "mamba_d_conv": 4,
+    "mamba_d_head": None,
+    "mamba_expand": 2,
+    "mamba_conv_bias": True,
+    "mamba_proj_bias": False,
+    "least_time_step": 0.0,
+    "largest_time_step": 1e18,
+}
+
+_MAMBA2_KINDS: Mapping[str, LayerType] = {
+    **dict.fromkeys(("attention", "full_attention"), "full_attention"),
+    **dict.fromkeys(("mamba", "linear_attention"), "mamba2"),
+}
+
+_BAMBA = Family(
+    architecture="BambaForCausalLM",
+    defaults={
+        **_LLAMA_TOKENS,
+        **_MAMBA2,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "mlp_bias": False,
+    },
+    fixed={"partial_rotary_factor": 0.5},
+    keys={"mamba_output_bias": "mamba_proj_bias"},
+    prepare=_bamba,
+    lists_layer_types=True,
+    layer_kinds=_MAMBA2_KINDS,
+    layer_norms=LayerNorms(mlp="pre_ff_layernorm"),
+    gate_up=("feed_forward.gate_proj", "feed_forward.up_proj"),
+    down="feed_forward.down_proj",
+    final_norm="model.final_layernorm",
+)
 
 _GLM_END = [151329, 151336, 151338]
 
@@ -847,6 +949,25 @@ MINIMAX_M2 = ExpertTraits(
     scores="sigmoid",
     layouts=MIXTRAL.layouts,
     correction="block_sparse_moe.e_score_correction_bias",
+)
+
+GRANITE_MOE = ExpertTraits(
+    scores="softmax_chosen",
+    optional=True,
+    layouts=(
+        ExpertLayout(
+            router="block_sparse_moe.router.layer",
+            gate_up=("block_sparse_moe.input_linear.weight",),
+            down="block_sparse_moe.output_linear.weight",
+        ),
+        ExpertLayout(
+            router="block_sparse_moe.router",
+            gate_up=("block_sparse_moe.experts.gate_up_proj",),
+            down="block_sparse_moe.experts.down_proj",
+        ),
+    ),
+    shared="shared_mlp",
+    shared_names=("input_linear", "output_linear"),
 )
 
 LLAMA4 = ExpertTraits(
@@ -1514,14 +1635,49 @@ FAMILIES: dict[str, Family] = {
     "granite": Family(architecture="GraniteForCausalLM", defaults=_GRANITE | {"mlp_bias": False}),
     "granitemoehybrid": Family(
         architecture="GraniteMoeHybridForCausalLM",
-        defaults=_GRANITE | {"num_local_experts": 8, "shared_intermediate_size": 1024},
-        keys={"intermediate_size": "shared_intermediate_size"},
-        prepare=_dense_granite,
+        defaults=_GRANITE
+        | _MAMBA2
+        | {
+            "intermediate_size": 11008,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 1024,
+        },
+        keys={
+            "intermediate_size": "shared_intermediate_size",
+            "moe_intermediate_size": "intermediate_size",
+            "num_experts": "num_local_experts",
+            "shared_expert_intermediate_size": "shared_intermediate_size",
+            "mamba_output_bias": "mamba_proj_bias",
+        },
+        prepare=_granite_hybrid,
         lists_layer_types=True,
-        layer_kinds=dict.fromkeys(("attention", "full_attention"), "full_attention"),
+        layer_kinds=_MAMBA2_KINDS,
+        experts=GRANITE_MOE,
         is_unrotated=lambda config, layer: config.get("position_embedding_type") != "rope",
         gate_up=("shared_mlp.input_linear",),
         down="shared_mlp.output_linear",
+    ),
+    "bamba": _BAMBA,
+    "falcon_h1": replace(
+        _BAMBA,
+        architecture="FalconH1ForCausalLM",
+        defaults={
+            **_BAMBA.defaults,
+            **dict.fromkeys(("embedding_multiplier", "lm_head_multiplier"), 1.0),
+            **dict.fromkeys(("attention_in_multiplier", "attention_out_multiplier"), 1.0),
+            **dict.fromkeys(("key_multiplier", "ssm_in_multiplier", "ssm_out_multiplier"), 1.0),
+            "ssm_multipliers": [1.0] * 5,
+            "mlp_multipliers": [1.0] * 2,
+            "mamba_d_ssm": 1024,
+            "mamba_rms_norm": False,
+            "mamba_norm_before_gate": True,
+            "projectors_bias": False,
+        },
+        fixed={"logits_scaling": 1.0},
+        keys={"mamba_output_bias": "projectors_bias"},
+        prepare=_falcon_h1,
+        layer_kinds={"hybrid": "mamba2_attention"},
     ),
     "glm": _GLM_FAMILY,
     "glm4": replace(

@@ -36,6 +36,7 @@ from ..kernels.ops.parameter import (
     Source,
 )
 from ..kernels.ops.rotation import Rotate
+from ..kernels.ops.state_space import StateSpace
 from ..kernels.weights import INT4, MODEL
 from .config import DecoderConfig, DeltaRuleConfig, LatentConfig, ModelConfig
 from .families import DeltaRuleLayout, ExpertLayout, ExpertsConfig, Mixer
@@ -127,7 +128,10 @@ def attention(config: ModelConfig, kind: LayerKind) -> Iterator[Operation]:
     if config.latent is not None:
         yield from latent_attention(config, kind, config.latent)
         return
-    yield _qkv(config, kind)
+    factors = config.multipliers
+    into, sizes = factors.attention_in_multiplier, (config.num_heads, *(config.num_kv_heads,) * 2)
+    q, k, v = (heads * config.head_dim for heads in sizes)
+    yield scaled(_qkv(config, kind), (q, into), (k, into * factors.key_multiplier), (v, into))
     normed = config.family.qk_norm if config.use_qk_norm else "none"
     if normed == "unweighted" and kind.rope == UNROTATED:
         normed = "none"
@@ -145,7 +149,8 @@ def attention(config: ModelConfig, kind: LayerKind) -> Iterator[Operation]:
         yield attended
     output = {config.family.output: config.hidden_size}
     biased = tuple(output) if config.attention_bias and config.family.output_bias else ()
-    yield linear("attention.output", output, config.num_heads * config.head_dim, biased)
+    product = linear("attention.output", output, config.num_heads * config.head_dim, biased)
+    yield scaled(product, (config.hidden_size, factors.attention_out_multiplier))
 
 
 def attend(
@@ -368,32 +373,107 @@ def _delta_inputs(
     return [*parts(layout.qkv[0], (key, key, each * value, each * value)), decay, beta]
 
 
+def mamba2(config: ModelConfig, kind: LayerKind) -> Iterator[Operation]:
+    """A Mamba-2 layer (Dao and Gu, arXiv 2405.21060)."""
+    mamba, at, hidden = config.mamba2, config.family.mamba, config.hidden_size
+    assert mamba is not None, "a Mamba-2 layer"
+    heads, groups, size = mamba.mamba_n_heads, mamba.mamba_n_groups, mamba.mamba_d_state
+    inner, shared = heads * mamba.mamba_d_head, groups * size
+    convolved = inner + 2 * shared
+    # Stored are the gate, x, B and C, and the time steps.
+    stored, rows = f"{at}.in_proj", inner + convolved + heads
+    parts = [(inner, convolved), (0, inner), (inner + convolved, heads)]
+    inputs = linear(
+        "mamba.inputs",
+        [(stored, rows, Slice(0, *part)) for part in parts],
+        hidden,
+        (stored,) if mamba.mamba_proj_bias else (),
+        split=(convolved, inner, heads),
+    )
+    factors = config.multipliers
+    z, *xbc_dt = (by * factors.ssm_in_multiplier for by in factors.ssm_multipliers)
+    x, b, c, dt = xbc_dt
+    yield scaled(inputs, (inner, x), (shared, b), (shared, c), (inner, z), (heads, dt))
+    shape = (convolved, 1, mamba.mamba_d_conv)
+    bias = Parameter("mamba.conv.bias", (Source(f"{at}.conv1d.bias", (convolved,)),))
+    yield CausalConv(
+        name="convolution",
+        weight=Parameter("mamba.conv.weight", (Source(f"{at}.conv1d.weight", shape),)),
+        bias=bias if mamba.mamba_conv_bias else None,
+        silu=True,
+    )
+
+    def number(ours: str, theirs: str) -> Parameter:
+        source = Source(f"{at}.{theirs}", (heads,))
+        return Parameter(f"mamba.{ours}.weight", (source,), dtype=torch.float32)
+
+    yield StateSpace(
+        name="state_space",
+        decay=number("decay", "A_log"),
+        time_bias=number("time_bias", "dt_bias"),
+        skip=number("skip", "D"),
+        head_dim=mamba.mamba_d_head,
+        groups=groups,
+        state_size=size,
+        time_limits=(mamba.least_time_step, mamba.largest_time_step),
+        gated=not mamba.mamba_rms_norm,
+    )
+    if mamba.mamba_rms_norm:
+        yield GatedNorm(
+            name="gated_norm",
+            weight=vector("mamba.norm", f"{at}.norm", inner),
+            eps=config.rms_norm_eps,
+            features=inner,
+            group=inner // groups,
+            gate_first=not mamba.mamba_norm_before_gate,
+        )
+    output = {f"{at}.out_proj": hidden}
+    biased = tuple(output) if mamba.mamba_output_bias else ()
+    product = linear("mamba.output", output, inner, biased)
+    yield scaled(product, (hidden, factors.ssm_out_multiplier))
+
+
 # The MLP of a decoder layer as operations.
 
 _ACTIVATIONS: dict[str, ActivationName] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
-def gated_mlp(config: ModelConfig) -> Iterator[Operation]:
-    """A gated MLP (Shazeer 2020, "GLU Variants Improve Transformer")."""
+def mlp(config: ModelConfig) -> Iterator[Operation]:
+    """The MLP of a layer."""
     family = config.family
-    hidden, inner = config.hidden_size, config.intermediate_size
-    biased = (*family.gate_up, family.down) if config.mlp_bias else ()
-    gate_up = dict.fromkeys(family.gate_up, 2 * inner // len(family.gate_up))
-    yield linear("gate_up", gate_up, hidden, biased, split=(inner, inner))
+    names = (*family.gate_up, family.down)
+    return _mlp(config, "", names, config.intermediate_size, names if config.mlp_bias else ())
+
+
+def _mlp(
+    config: ModelConfig, ours: str, names: Sequence[str], inner: int, biased: Container[str] = ()
+) -> Iterator[Operation]:
+    """A gated MLP (Shazeer 2020, "GLU Variants Improve Transformer")."""
+    hidden, (*up, down) = config.hidden_size, names
+    of_gate, of_output = config.multipliers.mlp_multipliers
+    gate_up = dict.fromkeys(up, 2 * inner // len(up))
+    inputs = linear(f"{ours}gate_up", gate_up, hidden, biased, split=(inner, inner))
+    yield scaled(inputs, (inner, of_gate), (inner, 1.0))
     yield activate(config, inner)
-    yield linear("down", {family.down: hidden}, inner, biased)
+    yield scaled(linear(f"{ours}down", {down: hidden}, inner, biased), (hidden, of_output))
 
 
-def gated_shared_expert(config: ModelConfig, inner: int) -> Iterator[Operation]:
-    """An MLP that all tokens use beside the experts, times a gate of the token (Qwen2-MoE)."""
+def scaled(product: Linear, *factors: tuple[int, float]) -> Linear:
+    """A linear layer with `Linear.factors`, none if all are 1."""
+    return replace(product, factors=factors) if any(by != 1.0 for _, by in factors) else product
+
+
+def shared_expert(config: ModelConfig, inner: int) -> Iterator[Operation]:
+    """An MLP that all tokens use beside the experts, perhaps times a gate of the token
+    (Qwen2-MoE)."""
     traits, hidden = config.family.experts, config.hidden_size
     assert traits is not None, "only families with experts have an `ExpertsConfig`"
-    gate_up = dict.fromkeys((f"{traits.shared}.gate_proj", f"{traits.shared}.up_proj"), inner)
-    up = linear("shared.gate_up", gate_up, hidden, split=(inner, inner))
-    yield replace(up, reads=("mlp_normed",))
-    yield activate(config, inner)
-    down = linear("shared.down", {f"{traits.shared}.down_proj": hidden}, inner)
-    yield replace(down, writes="shared")
+    names = [f"{traits.shared}.{name}" for name in traits.shared_names]
+    up, *rest, down = _mlp(config, "shared.", names, inner)
+    yield from (replace(up, reads=("mlp_normed",)), *rest, replace(down, writes="shared"))
+    if not traits.shared_gate:
+        yield Add(name="add_shared", reads=("routed", "shared"))
+        return
     gate = linear("shared.gate", {traits.shared_gate: 1}, hidden)
     yield replace(gate, reads=("mlp_normed",), writes="shared_gate")
     reads = ("shared", "shared_gate")
@@ -708,7 +788,7 @@ def _named(
 def _feed_forward(config: ModelConfig, kind: LayerKind) -> Iterator[Operation]:
     """The operations of the MLP or the experts of a layer."""
     if kind.feed_forward == "mlp":
-        up, *rest = gated_mlp(config)
+        up, *rest = mlp(config)
         yield replace(up, reads=("normed",)) if config.family.parallel_residual else up
         yield from rest
         return
@@ -719,13 +799,14 @@ def _feed_forward(config: ModelConfig, kind: LayerKind) -> Iterator[Operation]:
         yield routed
         return
     yield replace(routed, writes="routed")
-    yield from gated_shared_expert(config, moe.shared_expert_intermediate_size)
+    yield from shared_expert(config, moe.shared_expert_intermediate_size)
 
 
 _MIXERS: Mapping[Mixer, Callable[[ModelConfig, LayerKind], Iterator[Operation]]] = {
     "attention": attention,
     "conv": short_convolution,
     "delta_rule": delta_rule,
+    "mamba2": mamba2,
 }
 """The operations of each mixer, from the norm of a layer's input to what is added to it."""
 

@@ -29,6 +29,20 @@ _KIMI = {
 }
 _NO_ROPE = {"rope_theta": None, "rope_type": "default"}
 
+
+def _mamba(heads: int, groups: int, size: int, taps: int = 4, **fields: Any) -> dict[str, Any]:
+    """Fields of Mamba-2: heads, groups, elements of the state, and taps of the convolution."""
+    names = ("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_conv")
+    return {**dict(zip(names, (heads, groups, size, taps), strict=True)), **fields}
+
+
+_FACTORS = {
+    **{"attention_in_multiplier": 0.7, "attention_out_multiplier": 1.4, "key_multiplier": 0.6},
+    **{"ssm_in_multiplier": 1.3, "ssm_out_multiplier": 0.8, "lm_head_multiplier": 1.5},
+    **{"ssm_multipliers": [0.9, 1.2, 0.7, 1.3, 0.8], "mlp_multipliers": [1.2, 0.9]},
+    "embedding_multiplier": 1.6,
+}
+
 HYBRID_VARIANTS: dict[str, dict[str, Any]] = {
     "qwen3_next": {
         **variant("qwen3_next", "lfl", tied=False, shared_expert_intermediate_size=28, **_EXPERTS),
@@ -59,6 +73,28 @@ HYBRID_VARIANTS: dict[str, dict[str, Any]] = {
         **{"linear_num_heads": 2, "linear_head_dim": 6, "q_lora_rank": 20},
         **{"linear_conv_kernel_dim": 3, "mlp_layer_types": ["sparse", "dense", "sparse"]},
         **{"save_original_format": False, "n_group": 1, "topk_group": 1},
+    },
+    "granite4_hybrid": {
+        **variant("granitemoehybrid", "lfl", num_local_experts=5, top_k=2, features=20),
+        **_mamba(6, 2, 10, shared_intermediate_size=28, mamba_expand=2),
+        **{"attention_multiplier": 0.3, "residual_multiplier": 0.8, "embedding_multiplier": 3.0},
+    },
+    "granite4_hybrid_dense": {
+        **variant("granitemoehybrid", "llfl", num_local_experts=0, tied=False),
+        **_mamba(8, 1, 6, 3, shared_intermediate_size=40, mamba_conv_bias=False),
+        **{"mamba_proj_bias": True, "position_embedding_type": "rope"},
+    },
+    "bamba": {
+        **variant("bamba", 4, attn_layer_indices=[1, 3], head_dim=8, tied=False),
+        **_mamba(6, 3, 8, mamba_proj_bias=True),
+    },
+    "falcon_h1": {
+        **variant("falcon_h1", 3, head_dim=10, tied=False, **_FACTORS),
+        **_mamba(6, 2, 9, mamba_d_ssm=84),
+    },
+    "falcon_h1_normed": {
+        **variant("falcon_h1", 2, kv_heads=1, mamba_rms_norm=True, mamba_norm_before_gate=False),
+        **_mamba(4, 4, 5, 2, mamba_d_ssm=None, projectors_bias=True),
     },
     "olmo_hybrid": {
         **variant("olmo_hybrid", "lfl", tied=False, rope=_NO_ROPE, eos_token_id=3),

@@ -215,6 +215,8 @@ def randomize(model: PreTrainedModel) -> None:
                 parameter.normal_(1.0 if "linear_attn" in name else one, 0.2)
             elif name.endswith("A_log"):
                 parameter.uniform_(-3.0, 1.0)
+            elif name.endswith(".D"):
+                parameter.normal_(1.0, 0.5)
             elif "embed_tokens" in name or "lm_head" in name:
                 parameter.normal_(0.0, 0.02 if gemma else 0.3)
             else:

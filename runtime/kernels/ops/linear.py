@@ -11,7 +11,7 @@ row t of `packed_linear(x, ...)` is bitwise the same in any batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -227,6 +227,9 @@ class Linear(Operation):
     """Elements of a unit; with more than one, parts are `[T, units, unit]`."""
     part: int | None = None
     """The part of the value that is multiplied; None: the value is one tensor."""
+    factors: tuple[tuple[int, float], ...] = ()
+    """Features of the result, and a factor of them, by which they are multiplied after they are
+    rounded (muP); empty: 1."""
 
     @property
     def out_features(self) -> int:
@@ -244,12 +247,18 @@ class Linear(Operation):
 
     def bind(self, to: Binding) -> Run:
         linear = projection(to, self.weight)
+        if self.factors:
+            linear = _scaled(linear, self.factors)
         if not self.split:
             return on_part(linear, self.part)
         sizes, unit = self.split, self.unit
         if unit == 1:
             return lambda x_TF, step: linear(x_TF).split(sizes, dim=-1)
         return lambda x_TF, step: linear(x_TF).unflatten(1, (-1, unit)).split(sizes, dim=1)
+
+    def rank_obstacle(self, ranks: int) -> Iterator[str]:
+        if ranks > 1 and self.factors:
+            yield "its products with factors are not split"
 
     def shard(self, layer: ShardedLayer, following: Operation | None) -> Iterator[Operation]:
         if (
@@ -278,3 +287,16 @@ class Linear(Operation):
             bias=None if self.bias is None else cut(self.bias, rows),
             split=tuple(map(len, kept)) if self.split else (),
         )
+
+
+def _scaled(
+    linear: Callable[[Tensor], Tensor], factors: Sequence[tuple[int, float]]
+) -> Callable[[Tensor], Tensor]:
+    """Return a linear layer whose results are multiplied by `Linear.factors`."""
+    sizes = [size for size, _ in factors]
+
+    def run(x_TK: Tensor) -> Tensor:
+        parts = linear(x_TK).split(sizes, dim=-1)
+        return torch.cat([x * by for x, (_, by) in zip(parts, factors, strict=True)], dim=-1)
+
+    return run
