@@ -187,7 +187,7 @@ def open_engine(
         if settings["device"] != "cpu" and not settings.keys() & {"memory_tokens", "memory_bytes"}:
             settings.setdefault("num_blocks", GPU_BLOCKS)
         if native and (settings["device"], settings["mode"]) == ("cpu", "eager"):
-            lacking = str(variant).startswith(("deepseek", "lfm2"))  # whose layers have none
+            lacking = str(variant).startswith("deepseek")  # whose layers have none
             settings.setdefault("kernels", "auto" if lacking else "native")
         source = variant if isinstance(variant, Path) else tiny(variant).directory
         engines.append(Engine.from_pretrained(source, EngineConfig(**settings)))

@@ -594,7 +594,8 @@ class StepFunctions:
         if ragged:
             with operation("accept"):
                 lanes_NB = torch.ops.stepgraph.advance_rows.default(
-                    output.tokens, rows_B, drafts_BK, computed_B, state.token_ids, state.positions
+                    *(output.tokens, rows_B, drafts_BK, computed_B, state.token_ids),
+                    *(state.positions, state.stored, self.block_size),
                 )
             if not verifies:
                 return output

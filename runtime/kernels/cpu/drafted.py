@@ -39,7 +39,8 @@ torch.library.define(
 #
 # `row_inputs` returns tokens, positions, write index `[G, T]`, the row of each token and
 # `query_start_loc`. `advance_rows` advances each row by its accepted drafts and the token after
-# them, as `Feedback`, and returns the lanes by position.
+# them, as `Feedback`, and returns the lanes by position. In `stored`, of models with recurrent
+# state, it notes the block of each row's first token, whose snapshot the step has stored.
 #
 # `drafted_inputs` returns the positions, write index and rows of `count` tokens of each row, the
 # first of them `first` after the row's position. Tokens at `stops` or later have no slot: they have
@@ -57,7 +58,7 @@ torch.library.define(
 torch.library.define(
     "stepgraph::advance_rows",
     "(Tensor tokens, Tensor rows, Tensor drafts, Tensor counts, Tensor(a!) token_ids, "
-    "Tensor(b!) positions) -> Tensor",
+    "Tensor(b!) positions, Tensor(c!)? stored, int block_size) -> Tensor",
 )
 
 torch.library.define(

@@ -164,7 +164,10 @@ class BoundLayer:
     tensors: Mapping[str, Tensor]
     """Tensors of the whole model by full name."""
     index: int
-    place: LayerPlace
+    place: LayerPlace | None
+    """None: it keeps nothing in the cache."""
+    row_places: Mapping[Operation, RowPlace]
+    """Places of its operations with recurrent state."""
 
     def tensor(self, parameter: Parameter) -> Tensor:
         """The tensor of a parameter of the plan."""
@@ -197,7 +200,7 @@ class BoundModel:
     tensors: Mapping[str, Tensor]
     """Tensors by full name; a quantised weight `NAME.weight` has scales `NAME.scales`."""
     places: tuple[LayerPlace, ...]
-    """Place of each layer in the cache."""
+    """Places in the cache of the states of layers, in order."""
     row_places: tuple[RowPlace, ...]
     """Places of the recurrent state of operations, in order."""
     storage: str
@@ -215,10 +218,13 @@ class BoundModel:
     @property
     def layers(self) -> list[BoundLayer]:
         """The layers in order."""
-        return [
-            BoundLayer(plan, self.tensors, index, place)
-            for index, (plan, place) in enumerate(zip(self.plan.layers, self.places, strict=True))
-        ]
+        places, row_places = iter(self.places), iter(self.row_places)
+        layers = []
+        for index, plan in enumerate(self.plan.layers):
+            own = [next(places) for op in plan.operations for _ in op.states]
+            rows = {op: next(row_places) for op in plan.operations if op.row_state is not None}
+            layers.append(BoundLayer(plan, self.tensors, index, next(iter(own), None), rows))
+        return layers
 
     @property
     def norm(self) -> Tensor:

@@ -10,6 +10,7 @@ Weights are not arguments: a stack is created once from them, and calls pass its
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -18,24 +19,32 @@ from typing import Any, NamedTuple, Protocol, get_args, get_type_hints
 import torch
 from torch import Tensor
 
-from .activation import Activate
+from .activation import Activate, GateOutput
 from .attention import Attend
 from .batch import RaggedBatch
+from .causal_conv import CausalConv
+from .delta_rule import DeltaRule
 from .experts import Experts
 from .experts_operator import OperatorArguments
 from .layer_plan import BoundLayer, BoundModel, LayerPlan, ModelPlan
 from .linear import Linear
-from .norms import JoinNorms, Norm, QKNorm
+from .norms import GatedNorm, JoinNorms, Norm, QKNorm
 from .operation import AllReduce, Known, Operation, Residual, unsupported
 from .rotation import Rotate
+from .state_space import StateSpace
 
 KNOWN_TO_STACK: Known = {
-    Norm: frozenset({"offset"}),
+    Norm: frozenset({"offset", "writes"}),
+    CausalConv: frozenset({"bias", "silu", "gated"}),
+    DeltaRule: frozenset({"beta_scale"}),
+    StateSpace: frozenset({"time_limits", "gated"}),
+    GatedNorm: frozenset({"gate", "gate_first", "in_float32"}),
     JoinNorms: frozenset({"offset"}),
-    Linear: frozenset({"bias", "split", "unit"}),
+    Linear: frozenset({"bias", "split", "unit", "reads", "writes"}),
     QKNorm: frozenset({"offset", "all_heads", "ranks"}),
     Rotate: frozenset(),
-    Attend: frozenset({"window", "chunk", "softcap", "sinks", "temperature"}),
+    Attend: frozenset({"window", "chunk", "softcap", "sinks", "temperature", "writes"}),
+    GateOutput: frozenset({"reads"}),
     Activate: frozenset({"limit", "alpha", "up_offset"}),
     AllReduce: frozenset(),
     Residual: frozenset({"scale"}),
@@ -55,14 +64,19 @@ torch.library.define(
     "stepgraph::decoder_stack",
     "(Tensor x, Tensor(a!) arena, Tensor positions, Tensor slots, Tensor block_tables,"
     " Tensor token_rows, Tensor cos, Tensor sin, int read_blocks, Tensor handle, int[] aux_layers,"
-    " Tensor? embeddings) -> (Tensor, Tensor)",
+    " Tensor? embeddings, Tensor(b!)? snapshots, Tensor(c!)? inputs, Tensor? snapshot_tables,"
+    " Tensor? input_tables, Tensor? stored) -> (Tensor, Tensor)",
 )
+
+
+_AUX_LAYERS = 9
+"""The index of `aux_layers` in the arguments after x."""
 
 
 @torch.library.register_fake("stepgraph::decoder_stack")
 def _fake_decoder_stack(x_TD: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    *_, aux_layers, _embeddings = arguments
-    return torch.empty_like(x_TD), x_TD.new_empty(x_TD.shape[0], len(aux_layers) * x_TD.shape[1])
+    width = len(arguments[_AUX_LAYERS]) * x_TD.shape[1]
+    return torch.empty_like(x_TD), x_TD.new_empty(x_TD.shape[0], width)
 
 
 class AttentionBlock(NamedTuple):
@@ -73,6 +87,8 @@ class AttentionBlock(NamedTuple):
     qk_norm: QKNorm | None
     rotate: Rotate
     attend: Attend
+    gate: Linear | None
+    gate_output: GateOutput | None
     output: Linear
     sum: AllReduce | None
     output_norm: Norm | None
@@ -101,7 +117,21 @@ class ExpertsBlock(NamedTuple):
     residual: Residual
 
 
-Block = AttentionBlock | GatedBlock | ExpertsBlock
+class RecurrentBlock(NamedTuple):
+    """A convolution and a recurrence, or a gated convolution, added to the hidden states."""
+
+    norm: Norm | None
+    inputs: Linear
+    conv: CausalConv
+    rule: DeltaRule | StateSpace | None
+    gated_norm: GatedNorm | None
+    output: Linear
+    sum: AllReduce | None
+    output_norm: Norm | None
+    residual: Residual
+
+
+Block = AttentionBlock | GatedBlock | ExpertsBlock | RecurrentBlock
 
 
 def blocks_of(plan: LayerPlan) -> list[Block]:
@@ -122,17 +152,43 @@ def blocks_of(plan: LayerPlan) -> list[Block]:
 
 def _first_block(pattern: Any, operations: Sequence[Operation]) -> Block | None:
     """Return the block of this kind that the operations begin with, or None."""
-    found: list[Operation | None] = []
-    left = list(operations)
-    for kinds, optional in _roles(pattern):
-        if left and isinstance(left[0], kinds):
-            found.append(left.pop(0))
-        elif optional:
-            found.append(None)
-        else:
-            return None
+    found = _assigned(_roles(pattern), operations)
+    if found is None:
+        return None
     block: Block = pattern(*found)
-    return block
+    return block if _is_connected(block) else None
+
+
+def _assigned(
+    roles: Sequence[tuple[tuple[type, ...], bool]], operations: Sequence[Operation]
+) -> list[Operation | None] | None:
+    """Return the first operations by role, with None for missing ones; None: they do not fit."""
+    if not roles:
+        return []
+    (kinds, optional), *others = roles
+    if operations and isinstance(operations[0], kinds):
+        rest = _assigned(others, operations[1:])
+        if rest is not None:
+            return [operations[0], *rest]
+    rest = _assigned(others, operations) if optional else None
+    return None if rest is None else [None, *rest]
+
+
+def _is_connected(block: Block) -> bool:
+    """Whether each operation reads the one before it, but for the gate of attention."""
+    expected: dict[Operation | None, tuple[str, ...]] = {}
+    if isinstance(block, RecurrentBlock):
+        rule = block.rule
+        if block.conv.gated == (rule is not None):
+            return False
+        if isinstance(rule, StateSpace) and rule.decay.elements != rule.heads:
+            return False
+    if isinstance(block, AttentionBlock) and block.gate is not None:
+        if block.input_norm is None or block.gate_output is None:
+            return False
+        expected[block.gate] = (block.input_norm.writes,)
+        expected[block.gate_output] = (block.attend.writes, block.gate.writes)
+    return all(op is None or op.reads == expected.get(op, ()) for op in block)
 
 
 @cache
@@ -157,9 +213,11 @@ def blocks_obstacle(plan: ModelPlan, known: Known) -> str | None:
         except ValueError as error:
             return str(error)
         attention = [block.attend for block in blocks if isinstance(block, AttentionBlock)]
-        if len(attention) != 1:
+        if len(attention) > 1:
             return f"layers with {len(attention)} attentions"
         heads |= {(op.heads, op.kv_heads, op.head_dim, op.value_dim) for op in attention}
+    if not heads:
+        return "models without attention"
     return "layers with different heads" if len(heads) > 1 else None
 
 
@@ -240,6 +298,7 @@ class DecoderStack:
         out_TD, outputs_TD = torch.ops.stepgraph.decoder_stack.default(
             *(x_TD, arena, batch.positions, batch.slots, batch.block_tables, batch.token_rows),
             *(cos_KTE, sin_KTE, batch.read_blocks, self.handle, aux_layers, embeddings_TD),
+            *((None,) * 5 if batch.states is None else batch.states),
         )
         return out_TD, outputs_TD if aux_layers else None
 
@@ -258,10 +317,14 @@ def stack_arguments(
         blocks += [(layer, block, block is found[-1]) for block in found]
     arguments.integers.append(len(blocks))
     for layer, block, ends_layer in blocks:
-        arguments.integers.append(isinstance(block, AttentionBlock))
         if isinstance(block, AttentionBlock):
+            arguments.integers.append(1)
             _add_attention(arguments, layer, block)
+        elif isinstance(block, RecurrentBlock):
+            arguments.integers.append(2)
+            _add_recurrent(arguments, layer, block)
         else:
+            arguments.integers.append(0)
             _add_mlp(arguments, layer, block)
         arguments.integers.append(block.sum is not None)
         arguments.add_norm(*_bound(layer, block.output_norm))
@@ -276,6 +339,7 @@ def stack_arguments(
 
 def _add_attention(arguments: OperatorArguments, layer: BoundLayer, block: AttentionBlock) -> None:
     attend, temperature, qk_norm = block.attend, block.attend.temperature, block.qk_norm
+    assert layer.place is not None, "attention has keys and values"
     arguments.integers += [layer.place.group, layer.place.position, attend.window, attend.chunk]
     arguments.integers.append(block.rotate.kind)
     if isinstance(block.input_norm, JoinNorms):
@@ -296,7 +360,63 @@ def _add_attention(arguments: OperatorArguments, layer: BoundLayer, block: Atten
     arguments.tensors.append(None if attend.sinks is None else layer.tensor(attend.sinks))
     arguments.integers.append(0 if temperature is None else temperature.floor)
     arguments.numbers.append(0.0 if temperature is None else temperature.scale)
+    arguments.integers.append(block.gate is not None)
+    if block.gate is not None:
+        arguments.tensors += layer.linear(block.gate)
     arguments.tensors += layer.linear(block.output)
+
+
+def _add_recurrent(arguments: OperatorArguments, layer: BoundLayer, block: RecurrentBlock) -> None:
+    arguments.add_norm(*_bound(layer, block.norm))
+    conv, rule, place = block.conv, block.rule, layer.row_places[block.conv]
+    arguments.integers.append(_RULES.index(None if rule is None else type(rule)))
+    arguments.integers += [conv.features, conv.weight.shape[2], conv.silu]
+    arguments.integers += [*place.snapshot, *place.inputs]
+    arguments.tensors.append(layer.tensor(conv.weight))
+    arguments.tensors.append(None if conv.bias is None else layer.tensor(conv.bias))
+    if rule is not None:
+        _add_rule(arguments, layer, rule, block)
+    arguments.integers.append(block.inputs.out_features)
+    arguments.tensors += layer.linear(block.inputs)
+    arguments.tensors += layer.linear(block.output)
+
+
+_RULES = (None, DeltaRule, StateSpace)
+"""In the order of `RecurrentKind` in `csrc/stack_recurrent.h`."""
+
+
+def _add_rule(
+    arguments: OperatorArguments,
+    layer: BoundLayer,
+    rule: DeltaRule | StateSpace,
+    block: RecurrentBlock,
+) -> None:
+    (state,), (keys, _, decays) = rule.row_state.snapshot, rule.row_state.inputs
+    place, (heads, key, value) = layer.row_places[rule], state.shape
+    arguments.integers += [keys.shape[0], heads, key, value, decays.shape[1]]
+    arguments.integers += [*place.snapshot, *place.inputs]
+    skip, scales = None, [1.0, 0.0, math.inf, 1.0]
+    if isinstance(rule, DeltaRule):
+        decay, bias = rule.a_log, rule.dt_bias
+        scales = [rule.beta_scale, 0.0, math.inf, key**-0.5]
+    else:
+        decay, bias, skip = rule.decay, rule.time_bias, rule.skip
+        scales = [1.0, *rule.time_limits, 1.0]
+    arguments.tensors += [layer.tensor(decay), layer.tensor(bias)]
+    arguments.tensors.append(None if skip is None else layer.tensor(skip))
+    features, gates, times, *_ = block.inputs.split
+    arguments.integers += [features, features + gates, features + gates + times]
+    arguments.numbers += scales
+    arguments.integers.append(isinstance(rule, StateSpace) and rule.gated)
+    norm = block.gated_norm
+    arguments.integers += [0, 0] if norm is None else [norm.group, norm.weight.shape[0]]
+    arguments.tensors.append(None if norm is None else layer.tensor(norm.weight))
+    arguments.numbers.append(0.0 if norm is None else norm.eps)
+    arguments.integers += [
+        norm is not None and norm.gate == "sigmoid",
+        norm is not None and norm.gate_first,
+        norm is not None and norm.in_float32,
+    ]
 
 
 def _add_mlp(

@@ -9,23 +9,33 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ..ops.activation import Activate
+from ..ops.activation import Activate, GateOutput
+from ..ops.causal_conv import CausalConv
+from ..ops.delta_rule import DeltaRule
 from ..ops.experts import Experts
 from ..ops.layer_plan import LayerPlan, ModelPlan
-from ..ops.norms import JoinNorms, QKNorm
+from ..ops.norms import GatedNorm, JoinNorms, QKNorm
 from ..ops.operation import Known, Operation
 from ..ops.stack import (
     KNOWN_TO_STACK,
     AttentionBlock,
     Block,
+    ExpertsBlock,
     GatedBlock,
     blocks_obstacle,
     blocks_of,
 )
+from ..ops.state_space import StateSpace
 from .linear import FEW_ROWS
 
+_OTHERS = (JoinNorms, GateOutput, CausalConv, DeltaRule, StateSpace, GatedNorm)
+
 SUPPORTED: Known = {
-    **{kind: traits for kind, traits in KNOWN_TO_STACK.items() if kind is not JoinNorms},
+    **{
+        kind: traits - {"reads", "writes"}
+        for kind, traits in KNOWN_TO_STACK.items()
+        if kind not in _OTHERS
+    },
     QKNorm: frozenset({"offset", "all_heads"}),
 }
 """Traits of each kind of operation."""
@@ -62,6 +72,7 @@ def _kernels(block: Block) -> Iterator[Fused]:
             yield Fused("activate", (block.activate,))
         yield Fused("down", (block.down, block.output_norm))
     else:
+        assert isinstance(block, ExpertsBlock), "not in `SUPPORTED`"
         if block.norm is not None or block.output_norm is not None:
             yield Fused("norm_rows", (block.norm,))
         yield Fused("route", (block.experts,))

@@ -116,6 +116,7 @@ class _BoundBlock:
         if isinstance(block, GatedBlock):
             products = layer.linear(block.gate_up), layer.linear(block.down)
             return cls(block, bound(block.norm), output_norm, *products)
+        assert isinstance(block, AttentionBlock), "not in `SUPPORTED`"
         assert not isinstance(block.input_norm, JoinNorms), "not in `SUPPORTED`"
         attend, qk_norm = block.attend, block.qk_norm
         sinks = None if attend.sinks is None else layer.tensor(attend.sinks)
@@ -247,6 +248,7 @@ class _Chain:
         elif isinstance(block, GatedBlock):
             out_TD = self._product("down", bound, self._activated(bound, block))
         else:
+            assert isinstance(block, ExpertsBlock), "not in `SUPPORTED`"
             out_TD = self._mixed(bound, block)
         norm, scale = bound.output_norm, block.residual.scale
         if block.sum is not None:

@@ -1,6 +1,8 @@
 // Short causal convolutions over the tokens of a sequence, see `ops/convolution.py`.
 #pragma once
 
+#include <type_traits>
+
 #include "row_states.h"
 #include "stack_math.h"
 
@@ -8,13 +10,34 @@ namespace stepgraph {
 
 // A depthwise convolution and the place of its state.
 struct ConvWeights {
-  const float* taps;  // [taps, features], the newest last
-  const float* bias;  // [features], or null
-  int64_t count;      // of taps
+  const void* taps;  // [features, taps] of the model's type, the newest last
+  const void* bias;  // [features], or null
+  int64_t count;     // of taps
   int64_t features;
   bool silu;
   int64_t snapshot_place, input_place;  // bytes
 };
+
+// Tap k of 16 features from `feature` on.
+template <class T>
+inline F32x16 tap_of(const ConvWeights& weights, int64_t k, int64_t feature) {
+  const T* taps = static_cast<const T*>(weights.taps) + feature * weights.count;
+  const int64_t size = std::min<int64_t>(weights.features - feature, 16);
+#if STEPGRAPH_AVX512
+  if constexpr (std::is_same_v<T, c10::BFloat16>) {
+    if (weights.count == 4 && size == 16) {  // two words of a pair of taps each
+      const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+      const __m512i index = _mm512_add_epi32(even, _mm512_set1_epi32(static_cast<int>(k / 2)));
+      const U32x16 words = (U32x16)_mm512_permutex2var_epi32(
+          _mm512_loadu_si512(taps), index, _mm512_loadu_si512(taps + 32));
+      return k % 2 == 0 ? low_bf16(words) : high_bf16(words);
+    }
+  }
+#endif
+  float found[16] = {};
+  for (int64_t i = 0; i < size; ++i) found[i] = static_cast<float>(taps[i * weights.count + k]);
+  return load<F32x16>(found);
+}
 
 // Some features of the tokens of a run, in memory of a thread.
 template <class T>
@@ -50,8 +73,12 @@ class ConvWorker {
   F32x16 result(int64_t j, int64_t at) const {
     const int64_t feature = begin_ + at, last = weights_.count - 1;
     F32x16 sum = tap(last, feature) * load16(j, at);
-    for (int64_t lag = 1; lag <= last; ++lag) sum += tap(last - lag, feature) * load16(j - lag, at);
-    if (weights_.bias != nullptr) sum += floats_of(weights_.bias, feature, weights_.features);
+    for (int64_t lag = 1; lag <= last; ++lag) {
+      sum += tap(last - lag, feature) * load16(j - lag, at);
+    }
+    if (weights_.bias != nullptr) {
+      sum += floats_of(static_cast<const T*>(weights_.bias), feature, weights_.features);
+    }
     return weights_.silu ? times_sigmoid(sum, sum) : sum;
   }
 
@@ -79,9 +106,7 @@ class ConvWorker {
 
   F32x16 load16(int64_t j, int64_t at) const { return floats_of(row(j), at, size_); }
 
-  F32x16 tap(int64_t k, int64_t feature) const {
-    return floats_of(weights_.taps + k * weights_.features, feature, weights_.features);
-  }
+  F32x16 tap(int64_t k, int64_t feature) const { return tap_of<T>(weights_, k, feature); }
 
   T* input_at(uint8_t* block, int64_t offset) const {
     return reinterpret_cast<T*>(block + weights_.input_place) + offset * weights_.features + begin_;

@@ -124,7 +124,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> row_input
 
 at::Tensor advance_rows_cpu(const at::Tensor& sampled, const at::Tensor& rows,
                             const at::Tensor& drafts, const at::Tensor& counts,
-                            at::Tensor& token_ids, at::Tensor& positions) {
+                            at::Tensor& token_ids, at::Tensor& positions,
+                            const std::optional<at::Tensor>& stored, int64_t block_size) {
   constexpr const char* kName = "advance_rows";
   const int64_t all_rows = token_ids.size(0), num_rows = rows.size(0);
   const RowDrafts drafted(kName, drafts, counts);
@@ -132,6 +133,7 @@ at::Tensor advance_rows_cpu(const at::Tensor& sampled, const at::Tensor& rows,
   check_tensor(kName, sampled, at::kLong, {drafted.tokens}, "tokens");
   check_tensor(kName, token_ids, at::kLong, {all_rows}, "token_ids");
   check_tensor(kName, positions, at::kLong, {all_rows}, "positions");
+  if (stored) check_tensor(kName, *stored, at::kLong, {all_rows}, "stored");
   at::Tensor lanes = at::empty({drafted.most + 1, num_rows}, rows.options());
   int64_t* lane = lanes.mutable_data_ptr<int64_t>();
   const int64_t* token = sampled.const_data_ptr<int64_t>();
@@ -142,6 +144,7 @@ at::Tensor advance_rows_cpu(const at::Tensor& sampled, const at::Tensor& rows,
     while (accepted + 1 < count && token[t + accepted] == draft[accepted]) ++accepted;
     token_ids.mutable_data_ptr<int64_t>()[row[i]] = std::max<int64_t>(token[t + accepted], 0);
     int64_t& position = positions.mutable_data_ptr<int64_t>()[row[i]];
+    if (stored) stored->mutable_data_ptr<int64_t>()[row[i]] = position / block_size;
     position = row[i] == all_rows - 1 ? 0 : position + accepted + 1;
     for (int64_t j = 0; j <= drafted.most; ++j) {
       lane[j * num_rows + i] = t + std::min(j, count - 1);

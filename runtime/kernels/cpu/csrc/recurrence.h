@@ -67,14 +67,16 @@ class RecurrenceWorker {
     lanes_ = take(2 * plan.block_size * 16);
   }
 
-  // fill(head, rows) writes q, k, u, g and beta of the tokens of the run.
-  template <class Fill>
-  void compute(const StateRun& run, int64_t unit, Fill fill) {
+  // fill(head, rows) writes q, k, u, g and beta of the tokens of the run; finish(head, rows) may
+  // change the results.
+  template <class Fill, class Finish>
+  void compute(const StateRun& run, int64_t unit, Fill fill, Finish finish) {
     each_head(unit, [&](int64_t head, float* space) {
       const HeadRows rows = rows_of(space);
       load_inputs(run, head, rows);
       fill(head, rows);
       compute_head(run, head, rows, space + sizes_.states_at());
+      finish(head, rows);
     });
   }
 

@@ -85,7 +85,7 @@ class RecurrenceJob : public StateJob {
     run_units(
         [&](const StateRun& run, int64_t unit) {
           own = &run;
-          worker.compute(run, unit, fill);
+          worker.compute(run, unit, fill, [](int64_t, const HeadRows&) {});
         },
         [&](const StateRun& run, int64_t unit) {
           worker.publish(run, unit, [&](int64_t head, const HeadRows& rows) {

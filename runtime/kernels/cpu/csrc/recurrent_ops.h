@@ -108,11 +108,6 @@ inline at::Tensor cpu_recurrence(
   return out;
 }
 
-// The weight [features, 1, taps] with the features of a tap side by side, in float32.
-inline at::Tensor taps_of(const at::Tensor& weight) {
-  return weight.select(1, 0).t().to(at::kFloat).contiguous();
-}
-
 inline at::Tensor cpu_causal_conv(
     const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias, bool silu,
     at::Tensor& snapshots, at::Tensor& inputs, const at::Tensor& snapshot_tables,
@@ -121,8 +116,7 @@ inline at::Tensor cpu_causal_conv(
     const std::optional<at::Tensor>& /*query_start_loc*/, std::optional<int64_t> /*tokens_per_row*/,
     int64_t block_size, at::IntArrayRef snapshot_places, at::IntArrayRef input_places) {
   constexpr const char* kOp = "cpu_causal_conv";
-  TORCH_CHECK(x.dim() == 2 && weight.dim() == 3 && weight.size(0) == x.size(1) &&
-                  weight.size(1) == 1 && (!bias || bias->numel() == x.size(1)),
+  TORCH_CHECK(x.dim() == 2 && weight.dim() == 3,
               kOp, ": x is [tokens, features] and the weight [features, 1, taps]; got ", x.sizes(),
               " and ", weight.sizes());
   const StateTensors tensors{snapshots, inputs, snapshot_tables, input_tables, stored, positions,
@@ -138,14 +132,16 @@ inline at::Tensor cpu_causal_conv(
                                        step.states.snapshot_bytes);
   weights.input_place =
       check_place(kOp, input_places, 0, block_size * bytes, step.states.input_bytes);
-  const auto keep = tensors.keep();
-  const at::Tensor taps = taps_of(weight), own = x.contiguous();
-  keep->insert(keep->end(), {taps, own});
-  weights.taps = taps.const_data_ptr<float>();
+  check_tensor(kOp, weight, x.scalar_type(), {features, 1, weights.count}, "the weight");
+  weights.taps = weight.const_data_ptr();
   if (bias) {
-    keep->push_back(bias->to(at::kFloat).contiguous());
-    weights.bias = keep->back().const_data_ptr<float>();
+    check_tensor(kOp, *bias, x.scalar_type(), {features}, "the bias");
+    weights.bias = bias->const_data_ptr();
   }
+  const auto keep = tensors.keep();
+  const at::Tensor own = x.contiguous();
+  keep->insert(keep->end(), {weight, own});
+  if (bias) keep->push_back(*bias);
   at::Tensor out = at::zeros(x.sizes(), x.options());
   for_float_type(kOp, x.scalar_type(), [&]<class T>(T) {
     run_causal_conv(ConvArgs<T>{weights, own.const_data_ptr<T>(), out.mutable_data_ptr<T>()}, step,

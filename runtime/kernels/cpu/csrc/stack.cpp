@@ -25,6 +25,18 @@ void StackJob::prepare(const StackStep<T>& step, std::shared_ptr<const void> kee
     threads = std::max(threads, plans_[i].threads);
     units = std::max(units, plans_[i].units());
   }
+  int64_t recurrent_floats = 0;
+  if (step.states.snapshots != nullptr) {
+    states_.prepare(step.states, step.positions, step.token_rows, step.tokens);
+    const int64_t runs = static_cast<int64_t>(states_.runs.size());
+    const int64_t padding = static_cast<int64_t>(states_.padding.size());
+    stack_.each<RecurrentBlock>([&](const RecurrentBlock& block) {
+      recurrent_floats = std::max(recurrent_floats, block.recurrent.floats<T>(states_));
+      units = std::max(units, runs * block.recurrent.units() + padding);
+    });
+  }
+  recurrent_floats_ = recurrent_floats;
+  recurrent_.reserve(recurrent_floats * threads);
   at_ = stack_.layout(step.tokens, threads);
   workspace_.reserve(at_.total * static_cast<int64_t>(sizeof(T)) / sizeof(float));
   mixtures_at_ = stack_.mixtures(step.tokens, sizeof(T), threads);
@@ -46,7 +58,7 @@ void StackJob::prepare(const StackStep<T>& step, std::shared_ptr<const void> kee
       column = range.end;
     }
   }
-  bytes_.store(workspace_.bytes() + mixtures_.bytes() + attention_space_.scratch.bytes() +
+  bytes_.store(workspace_.bytes() + mixtures_.bytes() + recurrent_.bytes() + attention_space_.scratch.bytes() +
                    attention_space_.parts.bytes(),
                std::memory_order_relaxed);
   step_ = step;
@@ -105,6 +117,9 @@ int64_t Stack::units(int64_t tokens) const {
   each<AttentionBlock>([&](const AttentionBlock& block) {
     blocks = std::max({blocks, block.qkv.blocks(), block.output.blocks()});
   });
+  each<RecurrentBlock>([&](const RecurrentBlock& block) {
+    blocks = std::max({blocks, block.inputs.blocks(), block.output.blocks()});
+  });
   each<MlpBlock>([&](const MlpBlock& block) {
     if (block.mixture) of_mixtures = std::max(of_mixtures, block.mixture->units(tokens));
     blocks = std::max({blocks, block.gate_up.blocks(), block.down.blocks()});
@@ -120,6 +135,9 @@ int64_t Stack::layer_bytes() const {
   int64_t bytes = 0;
   each<AttentionBlock>([&](const AttentionBlock& block) {
     bytes += bytes_of(block.qkv) + bytes_of(block.output);
+  });
+  each<RecurrentBlock>([&](const RecurrentBlock& block) {
+    bytes += bytes_of(block.inputs) + bytes_of(block.output);
   });
   each<MlpBlock>([&](const MlpBlock& block) {
     bytes += block.mixture ? block.mixture->token_bytes()
@@ -154,13 +172,21 @@ Stack::Layout Stack::layout(int64_t tokens, int threads) const {
     if (!block.mixture) inner = std::max(inner, padded(block.inner));
     if (block.inner % kBlock != 0) unaligned = std::max(unaligned, 2 * block.inner);
   });
+  int64_t qkv = shape_.qkv_size(), attended = shape_.query_size();
+  bool gated = false;
+  each<AttentionBlock>([&](const AttentionBlock& block) { gated |= block.gate.has_value(); });
+  each<RecurrentBlock>([&](const RecurrentBlock& block) {
+    qkv = std::max(qkv, block.inputs.columns);
+    attended = std::max(attended, padded(block.recurrent.features()));
+  });
   at.normed_stride = padded((reads_embeddings() ? 2 : 1) * shape_.hidden);
   at.own_size = tokens * at.normed_stride;
   at.x = take(tokens * shape_.hidden);
   at.normed = take(own ? 0 : at.own_size);
   at.own = take(own ? threads * at.own_size : 0);
-  at.qkv = take(tokens * shape_.qkv_size());
-  at.attended = take(tokens * shape_.query_size());
+  at.qkv = take(tokens * qkv);
+  at.attended = take(tokens * attended);
+  at.gate = take(gated ? tokens * shape_.query_size() : 0);
   at.projected = take(projected ? tokens * shape_.hidden : 0);
   at.inner = take(tokens * inner);
   at.gate_up = take(tokens * unaligned);
@@ -171,6 +197,27 @@ int64_t Stack::workspace_bytes() {
   int64_t bytes = large_job_->bytes();
   jobs_.each([&](const StackJob& job) { bytes += job.bytes(); });
   return bytes;
+}
+
+Stack::StateSizes Stack::state_sizes(int64_t element_bytes) const {
+  StateSizes most;
+  const auto reserve = [&](int64_t snapshot_end, int64_t token_end) {
+    most = {std::max(most.snapshot, snapshot_end), std::max(most.token, token_end)};
+  };
+  each<RecurrentBlock>([&](const RecurrentBlock& block) {
+    const ConvWeights& conv = block.recurrent.conv;
+    const int64_t bytes = conv.features * element_bytes;
+    reserve(conv.snapshot_place + (conv.count - 1) * bytes, conv.input_place + bytes);
+    if (block.recurrent.is_conv()) return;
+    const RecurrenceShape& shape = block.recurrent.shape;
+    const int64_t sizes[3] = {shape.key_heads * shape.key, shape.heads * shape.value,
+                              shape.heads * shape.decays};
+    for (int i = 0; i < 3; ++i) {
+      reserve(shape.snapshot_place + shape.state_bytes(),
+              shape.input_places[i] + sizes[i] * static_cast<int64_t>(sizeof(float)));
+    }
+  });
+  return most;
 }
 
 int64_t Stack::positions() const {

@@ -17,6 +17,7 @@
 #include "linear.h"
 #include "mixture.h"
 #include "stack_math.h"
+#include "stack_recurrent.h"
 
 namespace stepgraph {
 
@@ -34,6 +35,7 @@ struct AttentionBlock {
   float temperature_scale;
   bool all_heads;             // q_norm and k_norm are of all heads of a token together
   int64_t head_ranks;         // with all_heads: ranks that hold these heads
+  std::optional<Weights> gate; // of the input, whose sigmoid multiplies the result
   int64_t position;           // in its layer group: the first coordinate of the arena
   int64_t plan;               // among the stack's plans
   int64_t rope;               // kind of rotation
@@ -49,9 +51,16 @@ struct MlpBlock {
   Activation activation;
 };
 
-// One or the other, and how its product is added to the hidden states.
+// A recurrence or convolution, from its input norm to its output projection.
+struct RecurrentBlock {
+  NormWeights norm;
+  Weights inputs, output;
+  Recurrent recurrent;
+};
+
+// One of them, and how its product is added to the hidden states.
 struct StackBlock {
-  std::variant<AttentionBlock, MlpBlock> product;
+  std::variant<AttentionBlock, MlpBlock, RecurrentBlock> product;
   bool summed;                // over ranks, before the output norm
   NormWeights output_norm;
   float factor;
@@ -89,6 +98,7 @@ struct StackStep {
   int64_t rows, max_blocks;
   const int64_t* token_rows;   // [tokens]
   const float *cos, *sin;      // [kinds, tokens, head_dim / 2]
+  RowStates states;            // without a recurrent block all null
   int64_t tokens, num_blocks, block_size;
   int threads;
 };
@@ -119,6 +129,13 @@ class Stack {
   // Whether a block reads the embeddings of the step.
   bool reads_embeddings() const;
 
+  // Whether a block has recurrent state, and the bytes that it needs of a snapshot and of the inputs
+  // of a token.
+  struct StateSizes {
+    int64_t snapshot = 0, token = 0;
+  };
+  StateSizes state_sizes(int64_t element_bytes) const;
+
   // Layers of the largest layer group: what the arena has to have.
   int64_t positions() const;
 
@@ -129,7 +146,7 @@ class Stack {
 
   // Where the activations of a step lie; elements from the start of the workspace.
   struct Layout {
-    int64_t x, normed, qkv, attended, projected, inner, gate_up, own, own_size, total;
+    int64_t x, normed, qkv, attended, gate, projected, inner, gate_up, own, own_size, total;
     int64_t normed_stride;
   };
   Layout layout(int64_t tokens, int threads) const;

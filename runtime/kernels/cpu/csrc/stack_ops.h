@@ -19,6 +19,7 @@
 #include "collective_ops.h"
 #include "linear_ops.h"
 #include "mixture.h"
+#include "recurrent_ops.h"
 #include "stack.h"
 
 namespace stepgraph {
@@ -90,6 +91,69 @@ class ArgumentReader {
     read.gate_up = linear(read.inner, hidden, "gate and up of experts", 2 * read.total());
     read.activation = activation();
     read.down = linear(hidden, read.inner, "down of experts", read.total());
+    return read;
+  }
+
+  // [sizes] in float32.
+  const float* numbers(at::IntArrayRef sizes, const char* name) {
+    return static_cast<const float*>(dense(sizes, name, at::kFloat));
+  }
+
+  ConvWeights convolution() {
+    ConvWeights read{};
+    read.features = integer();
+    read.count = integer();
+    read.silu = flag();
+    read.snapshot_place = integer();
+    read.input_place = integer();
+    read.taps = dense({read.features, 1, read.count}, "the convolution", dtype_);
+    TORCH_CHECK(read.taps != nullptr, op_, ": the convolution has no weight");
+    read.bias = vector(read.features, "the bias of the convolution");
+    return read;
+  }
+
+  GatedNormWeights gated_norm() {
+    GatedNormWeights read;
+    read.group = integer();
+    read.size = integer();
+    read.weight = vector(read.size, "the gated norm");
+    read.eps = number();
+    read.sigmoid = flag();
+    read.gate_first = flag();
+    read.in_float32 = flag();
+    return read;
+  }
+
+  Recurrent recurrent() {
+    Recurrent read{};
+    const int64_t kind = integer();
+    TORCH_CHECK(0 <= kind && kind <= 2, op_, ": recurrent kind ", kind);
+    read.kind = static_cast<RecurrentKind>(kind);
+    read.conv = convolution();
+    if (read.is_conv()) return read;
+    RecurrenceShape& shape = read.shape;
+    shape.key_heads = integer();
+    shape.heads = integer();
+    shape.key = integer();
+    shape.value = integer();
+    shape.decays = integer();
+    shape.delta = read.kind == RecurrentKind::kDeltaRule;
+    shape.snapshot_place = integer();
+    for (int64_t& place : shape.input_places) place = integer();
+    read.log_rates = numbers({shape.heads}, "the decay of heads");
+    read.time_bias = numbers({shape.heads * shape.decays}, "the bias of decays");
+    read.skip = numbers({shape.heads}, "the skip of a state space");
+    TORCH_CHECK(read.log_rates != nullptr && read.time_bias != nullptr, op_,
+                ": a recurrence has no decay");
+    read.gate = integer();
+    read.decay = integer();
+    read.beta = integer();
+    read.beta_scale = number();
+    read.least_time = number();
+    read.largest_time = number();
+    read.query_scale = number();
+    read.gated = flag();
+    read.norm = gated_norm();
     return read;
   }
 
@@ -189,7 +253,20 @@ inline AttentionBlock read_attention(ArgumentReader& reader, OwnedStack& owned,
   block.sinks = reader.vector(shape.heads, "the sinks");
   block.temperature_floor = reader.integer();
   block.temperature_scale = reader.number();
+  if (reader.flag()) {
+    block.gate = reader.linear(shape.query_size(), shape.hidden, "the attention's gate");
+  }
   block.output = reader.linear(shape.hidden, shape.query_size(), "the attention's output");
+  return block;
+}
+
+inline RecurrentBlock read_recurrent(ArgumentReader& reader, const StackShape& shape) {
+  RecurrentBlock block{};
+  block.norm = reader.norm(shape.hidden, "the norm of a recurrence");
+  block.recurrent = reader.recurrent();
+  block.inputs = reader.linear(reader.integer(), shape.hidden, "the inputs of a recurrence");
+  block.output =
+      reader.linear(shape.hidden, block.recurrent.features(), "the output of a recurrence");
   return block;
 }
 
@@ -233,10 +310,10 @@ inline int64_t stack_create(const c10::List<std::optional<at::Tensor>>& tensors,
   std::vector<StackPlan> plans;
   int64_t mixtures = 0;
   for (StackBlock& block : blocks) {
-    if (reader.flag()) {
-      block.product = read_attention(reader, owned, plans, shape);
-    } else {
-      block.product = read_mlp(reader, mixtures, shape);
+    switch (reader.integer()) {
+      case 0: block.product = read_mlp(reader, mixtures, shape); break;
+      case 1: block.product = read_attention(reader, owned, plans, shape); break;
+      default: block.product = read_recurrent(reader, shape);
     }
     block.summed = reader.flag();
     block.output_norm = reader.norm(shape.hidden, "the output norm");
@@ -267,7 +344,11 @@ inline std::tuple<at::Tensor, at::Tensor> decoder_stack_cpu(
     const at::Tensor& x, at::Tensor& arena, const at::Tensor& positions, const at::Tensor& slots,
     const at::Tensor& block_tables, const at::Tensor& token_rows, const at::Tensor& cos,
     const at::Tensor& sin, int64_t read_blocks, const at::Tensor& handle, at::IntArrayRef aux_layers,
-    const std::optional<at::Tensor>& embeddings) {
+    const std::optional<at::Tensor>& embeddings, const std::optional<at::Tensor>& snapshots = {},
+    const std::optional<at::Tensor>& state_inputs = {},
+    const std::optional<at::Tensor>& snapshot_tables = {},
+    const std::optional<at::Tensor>& input_tables = {},
+    const std::optional<at::Tensor>& stored = {}) {
   const auto owned = Handles<OwnedStack>::instance().find("decoder_stack", handle);
   const StackShape& shape = owned->stack->shape();
   TORCH_CHECK(x.dim() == 2 && x.size(1) == shape.hidden && x.scalar_type() == owned->dtype,
@@ -288,8 +369,9 @@ inline std::tuple<at::Tensor, at::Tensor> decoder_stack_cpu(
   TORCH_CHECK(slots.dim() == 2 && slots.size(0) == groups && slots.is_contiguous(),
               "decoder_stack: slots is a contiguous [", groups, ", ", tokens, "], got ",
               slots.sizes());
-  check_index("decoder_stack", slots.view({-1}), groups * tokens,
-              num_blocks * block_size, "slots");
+  // Tables of recurrent state follow, whose slots are not of the arena.
+  check_index("decoder_stack", slots.narrow(0, 0, owned->groups).view({-1}),
+              owned->groups * tokens, num_blocks * block_size, "slots");
   check_index("decoder_stack", token_rows, tokens, block_tables.size(1), "token_rows");
   check_index("decoder_stack", positions, tokens, read_blocks * block_size,
               "positions");
@@ -311,6 +393,20 @@ inline std::tuple<at::Tensor, at::Tensor> decoder_stack_cpu(
                 "decoder_stack: aux_layers are layers below ", owned->stack->layers(),
                 " in ascending order, got ", aux_layers);
   }
+  const Stack::StateSizes sizes = owned->stack->state_sizes(x.element_size());
+  RowStates states{};
+  if (sizes.snapshot > 0) {
+    TORCH_CHECK(snapshots && state_inputs && snapshot_tables && input_tables && stored,
+                "decoder_stack: layers with recurrent state need the memory and tables of it");
+    states = row_states("decoder_stack", *snapshots, *state_inputs, *snapshot_tables,
+                        *input_tables, *stored, block_size);
+    TORCH_CHECK(states.rows == block_tables.size(1) && sizes.snapshot <= states.snapshot_bytes &&
+                    sizes.token * block_size <= states.input_bytes,
+                "decoder_stack: recurrent state of ", sizes.snapshot, " bytes and ", sizes.token,
+                " bytes of each token's inputs needs larger entries than ", snapshots->sizes(),
+                " and ", state_inputs->sizes(), ", and tables of ", block_tables.size(1),
+                " rows, got ", snapshot_tables->sizes());
+  }
   const at::Tensor inputs = x.contiguous();
   const at::Tensor joined = embeddings ? embeddings->contiguous() : at::Tensor();
   at::Tensor out = at::empty(x.sizes(), x.options());
@@ -319,6 +415,7 @@ inline std::tuple<at::Tensor, at::Tensor> decoder_stack_cpu(
   const at::Tensor taken = aux_layers.size() > 1 ? at::empty({tokens * width}, x.options()) : outputs;
   const auto keep = std::make_shared<std::vector<at::Tensor>>(std::vector<at::Tensor>{
       inputs, joined, out, outputs, taken, arena, positions, slots, block_tables, token_rows, cos, sin});
+  if (sizes.snapshot > 0) keep->insert(keep->end(), {*snapshots, *state_inputs});
   for_model_type("decoder_stack", owned->dtype, [&]<class T>(T) {
     owned->stack->run(StackStep<T>{
         inputs.const_data_ptr<T>(), joined.defined() ? joined.const_data_ptr<T>() : nullptr,
@@ -328,8 +425,8 @@ inline std::tuple<at::Tensor, at::Tensor> decoder_stack_cpu(
         arena.stride(1) * arena.element_size(), positions.const_data_ptr<int64_t>(),
         slots.const_data_ptr<int64_t>(), block_tables.const_data_ptr<int32_t>(),
         block_tables.size(1), block_tables.size(2), token_rows.const_data_ptr<int64_t>(),
-        cos.const_data_ptr<float>(), sin.const_data_ptr<float>(), tokens, num_blocks, block_size,
-        threads()}, keep);
+        cos.const_data_ptr<float>(), sin.const_data_ptr<float>(), states, tokens, num_blocks,
+        block_size, threads()}, keep);
   });
   return {out, outputs};
 }

@@ -4,7 +4,8 @@
 //
 //     qkv | attention | output + residual        gate, up, activation | down + residual
 //
-// or more with a mixture of experts (`mixture.h`). On a rank of several, output and down are a phase
+// or more with a mixture of experts (`mixture.h`), a gate of the attention's result (two phases) or a
+// recurrent part (`stack_recurrent.h`). On a rank of several, output and down are a phase
 // that writes this rank's part of the sum to shared memory, and, once the parts of all ranks are
 // there (`communicator.h`), one that adds the sum to the residual.
 //
@@ -82,6 +83,9 @@ class StackJob : public Job {
   WorkSpace workspace_;
   WorkSpace mixtures_;
   MixtureLayout mixtures_at_;
+  StatePlan states_;
+  WorkSpace recurrent_;
+  int64_t recurrent_floats_ = 0;  // of a thread
   Phases phases_;
   uint32_t first_sum_ = 0;   // number of the step's first operation of ranks
   int64_t summed_rows_ = 0;  // of an operation
@@ -182,6 +186,9 @@ class StackThread {
     if (const auto* attention = std::get_if<AttentionBlock>(&block.product)) {
       return begin_of(attention->qkv);
     }
+    if (const auto* recurrent = std::get_if<RecurrentBlock>(&block.product)) {
+      return begin_of(recurrent->inputs);
+    }
     const MlpBlock& mlp = std::get<MlpBlock>(block.product);
     if (!mlp.mixture) return begin_of(mlp.gate_up);
     const int64_t bytes = shape_.hidden * static_cast<int64_t>(sizeof(T));
@@ -207,8 +214,10 @@ class StackThread {
                                 static_cast<const T*>(attention.sinks)};
     AttentionPlan& plan = job_.plans_[attention.plan];
     const int64_t groups = row_groups(step_.tokens);
-    const T* inputs = normed(x, attention.input_norm, 1, attention.embedding_norm);
-    linear(attention.qkv, inputs, at_.normed_stride, begin_of(attention.output),
+    const bool gated = attention.gate.has_value();
+    const T* inputs = normed(x, attention.input_norm, gated ? 2 : 1, attention.embedding_norm);
+    const Weights& following = gated ? *attention.gate : attention.output;
+    linear(attention.qkv, inputs, at_.normed_stride, begin_of(following),
            [&](int64_t block, int64_t row, int64_t rows, const float* sums) {
              const int64_t begin = block * kBlock, end = std::min(begin + kBlock, size);
              put_sums(sums, rows, end - begin, qkv + row * size + begin, size);
@@ -227,7 +236,22 @@ class StackThread {
     if (attention.head_ranks > 1 && !finish_heads_of_ranks(attention, args, plan.step)) {
       return false;
     }
+    if (gated) {
+      linear(following, inputs, at_.normed_stride, begin_of(attention.output),
+             to_rows(workspace_ + at_.gate, shape_.query_size()));
+    }
     attend(args, plan, phases_, phase_++, index_);
+    if (gated) {
+      each_row([&](int64_t t) {
+        const int64_t width = shape_.query_size();
+        T* row = workspace_ + at_.attended + t * width;
+        const T* gate = workspace_ + at_.gate + t * width;
+        for (int64_t i = 0; i < width; i += 16) {
+          const F32x16 factor = times_sigmoid(F32x16{} + 1.0f, floats_of(gate, i, width));
+          put(row + i, floats_of(row, i, width) * rounded<T>(factor), width - i);
+        }
+      });
+    }
     return true;
   }
 
@@ -316,6 +340,30 @@ class StackThread {
       } else {
         linear(mlp.down, workspace_ + at_.inner, padded(mlp.inner), begin_of(next), publish);
       }
+    }, x, residual);
+  }
+
+  bool add(const StackBlock& block, const RecurrentBlock& recurrent, const StackBlock& next,
+           const T* x, T* residual) {
+    const Recurrent& inner = recurrent.recurrent;
+    const int64_t width = recurrent.inputs.columns, size = inner.features(), stride = padded(size);
+    T *projected = workspace_ + at_.qkv, *out = workspace_ + at_.attended;
+    const T* inputs = normed(x, recurrent.norm);
+    linear(recurrent.inputs, inputs, at_.normed_stride, begin_of(recurrent.output),
+           to_rows(projected, width));
+    if (!phases_.over(phase_)) {
+      float* space = job_.recurrent_.get() + index_ * job_.recurrent_floats_;
+      RecurrentThread<T>(inner, job_.states_, projected, width, out, stride, space)
+          .run(phases_, phase_);
+    }
+    ++phase_;
+    if (inner.norms_rows()) {
+      each_row([&](int64_t t) {
+        gated_norm_row(out + t * stride, projected + t * width + inner.gate, inner.norm, size);
+      });
+    }
+    return add(block, [&](auto publish) {
+      linear(recurrent.output, out, stride, begin_of(next), publish);
     }, x, residual);
   }
 
