@@ -309,7 +309,7 @@ _OF_ALL = (
 
 _NULLABLE = (
     *("rms_norm_eps", "bos_token_id", "q_lora_rank"),
-    *("attn_logit_softcapping", "final_logit_softcapping"),
+    *("attn_logit_softcapping", "final_logit_softcapping", "attention_value_scale"),
     *("n_shared_experts", "n_group", "topk_group"),
 )
 """Fields that have their default where the config has null. Null switches flags off."""
@@ -530,6 +530,10 @@ class ModelConfig(DecoderConfig):
     head_dim: Size
     """Elements of one head; `num_heads * head_dim` need not be `hidden_size`. If `latent`, those of
     the cached vector and of the projected queries."""
+    value_dim: Size | None = None
+    """Elements of a head's values; None: `head_dim`. Of latent attention `LatentConfig` says it."""
+    attention_value_scale: Number = 1.0
+    """Factor of the values."""
     rms_norm_eps: Number = 1e-6
     rope_theta: float
     rope_scaling: RopeScaling = UNSCALED
@@ -603,6 +607,11 @@ class ModelConfig(DecoderConfig):
         if self.head_dim % 2:
             raise ConfigError(
                 f"head_dim = {self.head_dim} must be even: rotary embeddings turn pairs of elements"
+            )
+        if self.value_dim is not None and self.value_dim > self.head_dim:
+            raise ConfigError(
+                f"value_dim = {self.value_dim} must be at most head_dim = {self.head_dim}: values"
+                " are stored in as many elements as keys"
             )
         rotated = self.head_dim if self.latent is None else self.latent.qk_rope_head_dim
         for rope in (self._full_rope, self.sliding_rope):

@@ -130,6 +130,21 @@ MIMO_MTP = MtpLayout(
 """MiMo-7B (arXiv 2505.07608). Its authors' code takes the model's state before the norm (vLLM
 #17433); the state of further drafts, which the authors do not compute, is taken there too."""
 
+MIMO_V2_MTP = MtpLayout(
+    modules="model.mtp.layers.",
+    layers={"{}.": 1},
+    dense=True,
+    renamed={"post_attention_layernorm.weight": "pre_mlp_layernorm.weight"},
+    embedding_norm="{}.enorm",
+    hidden_norm="{}.hnorm",
+    fuse="{}.eh_proj",
+    norm="{}.final_layernorm",
+    normed=True,
+)
+
+"""MiMo-V2-Flash (vLLM's `mimo_v2_mtp.py`, SGLang's `mimo_v2_flash_nextn.py`): a layer with a
+window, as the second layer of the model has, and an MLP."""
+
 ERNIE_MTP = MtpLayout(
     modules="model.mtp_",
     layers={"block.{}.": 0},
@@ -463,8 +478,9 @@ class Family:
     recomputes_long: bool = False
     """A sequence that outgrows the first context of a `longrope` is recomputed with the
     parameters of long sequences."""
-    attention_sinks: bool = False
-    """Each head has an attention sink, a softmax logit without a value (gpt-oss)."""
+    attention_sinks: Mapping[LayerType, str] = field(default_factory=dict)
+    """Layers in which each head has an attention sink, a softmax logit without a value (gpt-oss),
+    with the name of the tensor."""
     chunked: bool = False
     """Tokens of sliding layers attend only to their own chunk, of `sliding_window` positions."""
     latent: bool = False
@@ -838,6 +854,27 @@ def _with_rotary_dim(config: Json) -> Json:
     if rotated is None or config.get("partial_rotary_factor") is not None:
         return config
     return {**config, "partial_rotary_factor": rotated / read_count(config, "head_dim")}
+
+
+def _with_mimo_layers(config: Json) -> Json:
+    """MiMo-V2-Flash: every sixth layer and the first one have full attention, the others a window
+    and twice the key/value heads."""
+    types: Any = config.get("layer_types")
+    if types is None:
+        layers = range(read_field(config, "num_hidden_layers", int))
+        types = [ATTENTION_TYPES[layer > 0 and (layer + 1) % 6 != 0] for layer in layers]
+    heads, kv_heads = (
+        read_count(config, name) for name in ("num_attention_heads", "num_key_value_heads")
+    )
+    listed = types if isinstance(types, list) else []
+    before = read_optional(config, "sliding_window_size", int)
+    return {
+        **config,
+        "layer_types": types,
+        "layer_heads": [(heads, kv_heads << (kind == "sliding_attention")) for kind in listed],
+        "sliding_window": config["sliding_window"] if before is None else before + 1,
+        "routed_scaling_factor": read_field(config, "routed_scaling_factor", float, 1.0),
+    }
 
 
 def _layers(config: Json, name: str) -> frozenset[int]:
@@ -1322,6 +1359,35 @@ FAMILIES: dict[str, Family] = {
         experts=replace(DEEPSEEK_V3, dense_layers=_listed_dense),
         mtp=DEEPSEEK_MTP,
     ),
+    "mimo_v2_flash": Family(
+        architecture="MiMoV2FlashForCausalLM",
+        defaults={
+            "bos_token_id": 1,
+            "num_key_value_heads": 4,
+            "layer_heads": None,
+            "head_dim": 192,
+            "v_head_dim": 128,
+            "attention_value_scale": 0.707,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": 129,
+            "n_routed_experts": 256,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 2048,
+            "routed_scaling_factor": 1.0,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": True,
+        },
+        # Of `rope_parameters`, if there are any; published configs have the same ones elsewhere.
+        fixed={"rope_theta": 5e6, "rope_local_base_freq": 1e4, "partial_rotary_factor": 0.334},
+        prepare=_with_mimo_layers,
+        lists_layer_types=True,
+        output_bias=False,
+        keys={"num_experts": "n_routed_experts", "value_dim": "v_head_dim"},
+        attention_sinks={"sliding_attention": "self_attn.attention_sink_bias"},
+        experts=replace(DEEPSEEK_V3, dense_layers=_listed_dense, shared=""),
+        mtp=MIMO_V2_MTP,
+    ),
     "ernie4_5_moe": Family(
         architecture="Ernie4_5_MoeForCausalLM",
         defaults={
@@ -1434,7 +1500,7 @@ FAMILIES: dict[str, Family] = {
         fixed={"hidden_act": "silu", "sliding_window_pattern": 2},
         prepare=_with_gpt_oss_rope,
         lists_layer_types=True,
-        attention_sinks=True,
+        attention_sinks=dict.fromkeys(ATTENTION_TYPES, "self_attn.sinks"),
         keys=_LOCAL_EXPERTS,
         experts=GPT_OSS,
     ),

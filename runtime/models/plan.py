@@ -11,7 +11,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 
@@ -39,7 +39,7 @@ from ..kernels.ops.rotation import Rotate
 from ..kernels.ops.state_space import StateSpace
 from ..kernels.weights import INT4, MODEL
 from .config import DecoderConfig, DeltaRuleConfig, LatentConfig, ModelConfig
-from .families import DeltaRuleLayout, ExpertLayout, ExpertsConfig, Mixer
+from .families import DeltaRuleLayout, ExpertLayout, ExpertsConfig, LayerType, Mixer
 from .rope import UNROTATED, Rope
 from .sharding import check_ranks, shard_plan
 from .transformers.config import TransformersConfig
@@ -69,9 +69,13 @@ def norm(config: ModelConfig, ours: str, theirs: str, *, name: str = "") -> Norm
     return Norm(name=own, weight=weight, eps=config.rms_norm_eps, offset=offset, centred=centred)
 
 
+Part: TypeAlias = tuple[str | None, int, Selection | None]
+"""A linear layer of the checkpoint (None: zeros), its rows, and which of them; None: all."""
+
+
 def linear(
     ours: str,
-    parts: dict[str, int] | Sequence[tuple[str, int, Selection | None]],
+    parts: dict[str, int] | Sequence[Part],
     columns: int,
     biased: Container[str] = (),
     *,
@@ -79,11 +83,14 @@ def linear(
     unit: int = 1,
     part: int | None = None,
 ) -> Linear:
-    """A linear layer of `parts` (source -> rows, or sources with their rows and which of them), of
-    which those in `biased` have a bias."""
+    """A linear layer of `parts` (source -> rows, or `Part`s), of which those in `biased` have a
+    bias."""
     if isinstance(parts, dict):
         parts = [(source, rows, None) for source, rows in parts.items()]
-    weight = tuple(Source(f"{source}.weight", (n, columns), rows) for source, n, rows in parts)
+    weight = tuple(
+        Source(None if source is None else f"{source}.weight", (n, columns), rows)
+        for source, n, rows in parts
+    )
     bias = None
     if any(source in biased for source, _, _ in parts):
         sources = tuple(
@@ -149,7 +156,8 @@ def attention(config: ModelConfig, kind: LayerKind) -> Iterator[Operation]:
         yield attended
     output = {config.family.output: config.hidden_size}
     biased = tuple(output) if config.attention_bias and config.family.output_bias else ()
-    product = linear("attention.output", output, config.num_heads * config.head_dim, biased)
+    values = config.value_dim or config.head_dim
+    product = linear("attention.output", output, config.num_heads * values, biased)
     yield scaled(product, (config.hidden_size, factors.attention_out_multiplier))
 
 
@@ -162,7 +170,10 @@ def attend(
     shared_values: bool = False,
 ) -> Attend:
     """The operation that writes and reads the cache."""
-    sinks = Parameter("attention.sinks.weight", (Source("self_attn.sinks", (config.num_heads,)),))
+    sinks = None
+    layer_type: LayerType = "full_attention" if kind.window is None else "sliding_attention"
+    if (stored := config.family.attention_sinks.get(layer_type)) is not None:
+        sinks = Parameter("attention.sinks.weight", (Source(stored, (config.num_heads,)),))
     return Attend(
         name="attention",
         heads=config.num_heads,
@@ -173,9 +184,10 @@ def attend(
         window=0 if config.family.chunked else kind.window or 0,
         chunk=kind.window or 0 if config.family.chunked else 0,
         softcap=config.attn_logit_softcapping or 0.0,
-        sinks=sinks if config.family.attention_sinks else None,
+        sinks=sinks,
         temperature=config.temperature if kind.rope == UNROTATED else None,
         shared_values=shared_values,
+        value_padding=0 if config.value_dim is None else value_dim - config.value_dim,
     )
 
 
@@ -196,14 +208,15 @@ def _qkv(config: ModelConfig, kind: LayerKind) -> Linear:
     names, size, order = config.family.qkv, config.head_dim, _rows_of_head(config, kind.rope)
     heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
     selected = [None if order is None else replace(order, heads=n) for n in heads[:2]]
-    parts: list[tuple[str, int, Selection | None]]
+    parts: list[Part]
     if len(names) > 1:
-        rows = [n * size for n in heads]
+        rows = [n * size for n in heads[:2]]
         if config.family.gated_attention:
             rows[0] *= 2
             own = order or HeadRows(0, 1, size, 0)
             selected[0] = replace(own, heads=heads[0], stride=2 * size)
-        parts = list(zip(names, rows, (*selected, None), strict=True))
+        values = _value_rows(config, names[2])
+        parts = [*zip(names[:2], rows, selected, strict=True), *values]
     elif order is None:
         parts = [(names[0], sum(heads) * size, None)]
     else:
@@ -215,6 +228,17 @@ def _qkv(config: ModelConfig, kind: LayerKind) -> Linear:
         ]
     biased = names if config.attention_bias else ()
     return linear("attention.qkv", parts, config.hidden_size, biased, split=heads, unit=size)
+
+
+def _value_rows(config: ModelConfig, name: str) -> Iterator[Part]:
+    """The rows of values; those of a head that are shorter than its keys are followed by zeros."""
+    heads, size = config.num_kv_heads, config.value_dim or config.head_dim
+    if size == config.head_dim:
+        yield name, heads * size, None
+        return
+    for head in range(heads):
+        yield name, heads * size, Slice(0, head * size, size)
+        yield None, config.head_dim - size, None
 
 
 def _rows_of_head(config: ModelConfig, rope: Rope) -> HeadRows | None:
@@ -766,7 +790,7 @@ def _layer(config: ModelConfig, kind: LayerKind) -> Iterator[Operation]:
         yield from mixers
         if norms.attention_output is not None:
             yield norm(config, "attention_output_norm", norms.attention_output)
-        yield Residual(name="residual", scale=scale)
+        yield Residual(name="residual", scale=scale * config.attention_value_scale)
     if kind.feed_forward is None:
         return
     feed_forward = list(_feed_forward(config, kind))

@@ -17,7 +17,7 @@ from stepgraph.runtime.kernels import have_compiler
 from stepgraph.runtime.scheduling.plan import Proposed
 
 from ..rigs.engine_rig import MIXED_PARAMS, loop_of, parts_of
-from ..rigs.mtp_models import LATENT
+from ..rigs.mtp_models import IN_PYTORCH
 from ..rigs.parallel_rig import SIZES, children, opened
 from ..rigs.speculation_rig import guess
 from ..rigs.structured_rig import mixed, run_with_a_failing_grammar
@@ -127,9 +127,9 @@ def test_every_drafter(base: TinyModel, kind: str, config: str, tmp_path: Path) 
     fields = CONFIGS[config]
     if not have_compiler():
         pytest.skip("needs a C++ compiler")
-    if kind.removeprefix("mtp ") in LATENT and fields["kernels"] == "native":
-        fields = fields | {"kernels": "auto"}  # latent attention has no layers in C++
-    if kind == "mtp mimo" and "num_blocks" in fields:
+    if kind.removeprefix("mtp ") in IN_PYTORCH and fields["kernels"] == "native":
+        fields = fields | {"kernels": "auto"}  # there are no layers in C++
+    if kind.startswith("mtp mimo") and "num_blocks" in fields:
         fields = fields | {"num_blocks": 25}  # of three layer groups
     check_equal(base, tmp_path, kind, fields)
 

@@ -46,6 +46,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"num_experts": 8, "layer_types": ["conv", "full_attention"] * 4},
     "glm4_moe": {},
     "glm4_moe_lite": {"num_key_value_heads": 32},
+    "mimo_v2_flash": {},
     **{kind: {} for kind in ("ernie4_5_moe", "hy_v3", "minimax_m2")},
 }
 """Keys that a config of each family must have, besides sizes."""
@@ -210,6 +211,8 @@ LINEAR = {"rope_type": "linear", "factor": 4}
         ("deepseek_v3", {"num_key_value_heads": 4}),
         ("deepseek_v3", {"layer_types": S * 8}),
         ("mistral", {"layer_types": F * 8}),
+        ("mimo_v2_flash", {"layer_types": F * 7}),
+        ("mimo_v2_flash", {"v_head_dim": 256}),
         *((kind, {"sliding_window": None}) for kind in ("gemma2", "olmo3", "cohere2")),
         ("cohere2", {"logit_scale": 0.0}),
         ("lfm2", {"layer_types": ["conv"] * 8}),

@@ -41,7 +41,7 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "MiniMaxM2ForCausalLM": ("fp8_blocks", EXPERTS | {"intermediate_size": 64}),
     "Ministral3ForCausalLM": ("fp8_static", {}),
     "HYV3ForCausalLM": ("fp8_blocks", EXPERTS),
-    "MiMoV2FlashForCausalLM": ("fp8_blocks", EXPERTS),
+    "MiMoV2FlashForCausalLM": ("fp8_blocks", EXPERTS | {"v_head_dim": 16}),
     "LagunaForCausalLM": ("fp8_blocks", EXPERTS),
     "Gemma4ForCausalLM": ("modelopt_nvfp4", NO_LAYER_EMBEDDINGS | {"global_head_dim": 32}),
     "DeepseekV3ForCausalLM": ("fp8_blocks", EXPERTS | LATENT),

@@ -95,6 +95,11 @@ EXPERT_VARIANTS: dict[str, dict[str, Any]] = {
         **_deepseek(3, (6, 2, 2, 19), (1, 1), q_lora_rank=21),
         **{"model_type": "glm4_moe_lite", "mlp_layer_types": ["dense", "sparse", "sparse"]},
     },
+    "mimo_v2_flash": {
+        **variant("mimo_v2_flash", "fssf", heads=4, kv_heads=1, head_dim=20, v_head_dim=12),
+        **{"sliding_window": 9, "n_routed_experts": 6, "num_experts_per_tok": 2},
+        **{"moe_intermediate_size": 22, "attention_bias": True, "tie_word_embeddings": False},
+    },
     "ernie4_5_moe": {
         **variant("ernie4_5_moe", 5, head_dim=14, moe_num_experts=7, moe_k=3),
         **{"moe_num_shared_experts": 2, "moe_intermediate_size": 18},

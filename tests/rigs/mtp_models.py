@@ -41,6 +41,10 @@ class Kind:
     """The order in the input of `fuse`."""
     copies: tuple[str, ...] = ()
     """Tensors that repeat the embedding."""
+    renamed: tuple[str, str] = ("-", "-")
+    """Part of a name in a layer of the model, and in the layer of the module."""
+    window: int | None = None
+    """Of the layer of the module."""
     stored: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `config.json` that transformers does not write."""
 
@@ -73,6 +77,19 @@ KINDS = {
         norm="model.norm",
         normed=False,
     ),
+    "mimo_v2_flash": Kind(
+        VARIANTS["mimo_v2_flash"]
+        | {"layer_types": ["full_attention", *["sliding_attention"] * LAYERS]}
+        | {"mlp_layer_types": ["dense", *["sparse"] * (LAYERS - 1), "dense"]},
+        layers=("model.mtp.layers.0.",),
+        embedding_norm="model.mtp.layers.0.enorm",
+        hidden_norm="model.mtp.layers.0.hnorm",
+        fuse="model.mtp.layers.0.eh_proj",
+        norm="model.mtp.layers.0.final_layernorm",
+        normed=True,
+        renamed=("post_attention_layernorm", "pre_mlp_layernorm"),
+        window=VARIANTS["mimo_v2_flash"]["sliding_window"],
+    ),
     "mimo": Kind(
         settings={
             "model_type": "qwen2",
@@ -98,7 +115,8 @@ KINDS = {
         normed=False,
     ),
 }
-LATENT = ("deepseek_v3", "glm4_moe_lite")
+IN_PYTORCH = ("deepseek_v3", "glm4_moe_lite", "mimo_v2_flash")
+"""Kinds without layers in C++."""
 OF_HYBRIDS = {
     "qwen3": Kind(
         VARIANTS["qwen3"] | {"use_sliding_window": False},
@@ -142,7 +160,8 @@ def write(directory: Path, kind: str, **changes: Any) -> PreTrainedModel:
     for index, prefix in enumerate(layout.layers, LAYERS):
         last = f"model.layers.{index}."
         for name in [name for name in tensors if name.startswith(last)]:
-            tensors[prefix + name.removeprefix(last)] = tensors.pop(name)
+            own = name.removeprefix(last).replace(*layout.renamed)
+            tensors[prefix + own] = tensors.pop(name)
     hidden, embedding = model.config.hidden_size, tensors["model.embed_tokens.weight"]
     tensors |= {
         f"{layout.embedding_norm}.weight": random_norm(hidden),
@@ -180,9 +199,11 @@ def module(directory: Path, kind: str, model: PreTrainedModel) -> drafter_rig.Re
             ]
             out = (torch.cat(pair[::-1] if layout.hidden_first else pair, dim=-1) @ fuse.T)[None]
             n = len(tokens)
-            mask = torch.full((n, n), -torch.inf).triu(1)[None, None]
+            seen = torch.ones(n, n, dtype=torch.bool).tril().triu(1 - (layout.window or n))
+            mask = torch.zeros(n, n).masked_fill(~seen, -torch.inf)[None, None]
             at = torch.arange(n)[None]
-            turned = model.model.rotary_emb(out, at)
+            kinds = ["sliding_attention"] if layout.window else []
+            turned = model.model.rotary_emb(out, at, *kinds)
             for layer in model.model.layers[LAYERS:]:
                 out = layer(out, attention_mask=mask, position_ids=at, position_embeddings=turned)
                 out = out[0] if isinstance(out, tuple) else out

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import cast
 
 import torch
-from stepgraph.cache.arena import Arena, Storage
-from stepgraph.cache.spec import group_layers
+from stepgraph.cache.arena import Arena, Storage, arena_views
+from stepgraph.cache.spec import group_layers, layouts
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.runtime import SamplingParams
 from stepgraph.runtime.execution.inputs import DeviceRows, DraftInputs, Int64Array, StepInputs
@@ -64,6 +64,7 @@ class StepRig:
         self.decoder = Decoder(config, kernels, dtype, device, groups, storage)
         blocks = 2 + rows * columns * len(groups)
         self.arena = Arena(groups, blocks, block_size, dtype, device, storage).tensor
+        self.layers = arena_views(self.arena, layouts(groups), block_size, storage)
         self.poison()
         self.state = DeviceRows.allocate(
             rows,
@@ -97,4 +98,5 @@ class StepRig:
     def poison(self) -> None:
         """Fill every block but the null block with NaN."""
         poison = torch.nan if self.decoder.storage == "model" else 255
-        self.arena[:, :, 1:] = cast(float, poison)
+        for layers in self.layers:
+            layers[:, :, 1:] = cast(float, poison)

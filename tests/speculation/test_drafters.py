@@ -285,7 +285,7 @@ def test_target_ignores_the_module(checkpoint: Checkpoint) -> None:
 def test_of_several_modules_the_first_one_drafts(checkpoint: Checkpoint, tmp_path: Path) -> None:
     directory, kind, _ = checkpoint
     (first,) = KINDS[kind].layers
-    number = int(first.split(".")[2])
+    number = int(first.split(".")[-2])
     second = first.replace(str(number), str(number + 1))
 
     def add(tensors: dict[str, Tensor]) -> None:

@@ -214,7 +214,7 @@ class AttentionTemperature(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Attend(Operation):
-    """Write keys and values to the cache, then attend to it: `[T, H * value_dim]`."""
+    """Write keys and values to the cache, then attend to it: `[T, H * (value_dim - padding)]`."""
 
     heads: int
     kv_heads: int
@@ -235,6 +235,9 @@ class Attend(Operation):
     shared_values: bool = False
     """Whether the value is the first elements of the key: latent attention, whose cache has one
     side."""
+    value_padding: int = 0
+    """Elements at the end of each value that are zeros, and left out of the result: values are
+    shorter than keys (MiMo-V2)."""
 
     @property
     def query_features(self) -> int:
@@ -254,7 +257,7 @@ class Attend(Operation):
     @property
     def features(self) -> int:
         """Elements of the result of a token."""
-        return self.heads * self.value_dim
+        return self.heads * (self.value_dim - self.value_padding)
 
     @property
     def has_plain_softmax(self) -> bool:
@@ -284,6 +287,7 @@ class Attend(Operation):
         sinks = None if self.sinks is None else to.module(self.sinks, Vector)
         # `run` must not hold `to`, which holds the layer: memory in a cycle is freed late.
         attention, (place,), features = to.kernels.attention, to.places, self.features
+        kept = self.value_dim - self.value_padding if self.value_padding else None
         temper = None
         if self.temperature is not None:
             temper = per_token(to.kernels, partial(tempered, self.temperature))
@@ -296,6 +300,8 @@ class Attend(Operation):
             form = AttentionForm(*constants, None if sinks is None else sinks.weight)
             v_TGE, arena = values[0] if values else None, step.arenas[place.layout]
             attended_THE = attention(q_THE, k_TGE, v_TGE, arena, place, step.batch, form)
+            if kept is not None:
+                attended_THE = attended_THE[..., :kept]
             return attended_THE.reshape(q_THE.shape[0], features)
 
         return run
