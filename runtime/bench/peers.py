@@ -152,7 +152,11 @@ class Peer:
 @contextmanager
 def checkpoint_of(model: str, dtype: str, seed: int, device: str = "cpu") -> Iterator[Path]:
     """Yield the directory or the GGUF file of a model; a preset is saved in a directory that is
-    removed afterwards."""
+    removed afterwards.
+
+    Raises:
+        PeerError: see `save_random_weights`.
+    """
     from ..loading.loader import PRESET_PREFIX, resolve_source  # needs torch
     from ..models.presets import CONFIGS
 
@@ -170,7 +174,11 @@ def checkpoint_of(model: str, dtype: str, seed: int, device: str = "cpu") -> Ite
 def save_random_weights(
     config_json: dict[str, Any], directory: Path, seed: int, device: str = "cpu"
 ) -> None:
-    """Write a `config.json` and random weights of its `dtype`."""
+    """Write a `config.json` and random weights of its `dtype`.
+
+    Raises:
+        PeerError: checkpoints of the family have codes (gpt-oss), which are not written.
+    """
     import torch
     from safetensors.torch import save_file
 
@@ -182,6 +190,12 @@ def save_random_weights(
     named = config_json | {"architectures": [config.family.architecture]}
     (directory / "config.json").write_text(json.dumps(named))
     layout, stored = fused_layout(config), getattr(torch, config.torch_dtype)
+    names = (source.name for parameter in layout.values() for source in parameter.sources)
+    if any(name is not None and name.endswith("_blocks") for name in names):
+        raise PeerError(
+            f"a preset of {config.model_type}, whose checkpoints have experts in MXFP4, cannot be"
+            " compared with other runtimes: give a checkpoint, or another preset"
+        )
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in random_weights(config, stored, seed, device=device):
         for part, values in layout[name].parts(tensor):

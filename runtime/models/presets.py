@@ -58,6 +58,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
         *("qwen3", 28, 1024, 3072, 16, 8, 128),
         *(151936, 32768, 1000000.0, 1e-6, 151643, 151643, True),
     ),
+    "qwen3.5-0.8b": _model(
+        *("qwen3_5_text", 24, 1024, 3584, 8, 2, 256),
+        *(248320, 262144, 10000000.0, 1e-6, 248044, 248044, True),
+        layer_types=[*["linear_attention"] * 3, "full_attention"] * 6,
+        linear_num_key_heads=16,
+        linear_num_value_heads=16,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        linear_conv_kernel_dim=4,
+        partial_rotary_factor=0.25,
+    ),
     "mistral-7b": _model(
         *("mistral", 32, 4096, 14336, 32, 8, 128),
         *(32000, 32768, 10000.0, 1e-5, 1, 2, False),

@@ -68,7 +68,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon_h1": ("falcon_h1", MAMBA | FALCON),
 }
 """Model type and keys of its config."""
-NATIVE = ("lfm2",)
+NATIVE = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "lfm2", "lfm2_moe")
 """Cases of families that this package has."""
 
 
