@@ -30,6 +30,7 @@ from stepgraph.runtime.kernels import have_compiler, load_cpu_ops
 from stepgraph.runtime.kernels.weights import WeightStorage
 from transformers import GenerationConfig
 
+from .rigs.hybrid_models import HYBRID_VARIANTS
 from .rigs.tiny_models import (
     BASE,
     EOS_TOKEN_IDS,
@@ -50,6 +51,9 @@ hypothesis.settings.load_profile("stepgraph")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell that runs the tests in the background ignores SIGINT, which the tests send.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+WITHOUT_NATIVE_LAYERS = ("deepseek", "lfm2", *HYBRID_VARIANTS)
+"""Beginnings of the names of variants whose layers have no C++ version."""
 
 GPU_BLOCKS = 2048
 """More than any test's rows use, and a few MiB of a tiny model."""
@@ -187,7 +191,7 @@ def open_engine(
         if settings["device"] != "cpu" and not settings.keys() & {"memory_tokens", "memory_bytes"}:
             settings.setdefault("num_blocks", GPU_BLOCKS)
         if native and (settings["device"], settings["mode"]) == ("cpu", "eager"):
-            lacking = str(variant).startswith("deepseek")  # whose layers have none
+            lacking = str(variant).startswith(WITHOUT_NATIVE_LAYERS)
             settings.setdefault("kernels", "auto" if lacking else "native")
         source = variant if isinstance(variant, Path) else tiny(variant).directory
         engines.append(Engine.from_pretrained(source, EngineConfig(**settings)))

@@ -229,6 +229,7 @@ def test_a_recycled_row_carries_nothing_over(
 CASES = [  # with block sizes
     *(("base", size) for size in (1, 4, 16, 32)),
     *((variant, 4) for variant in ("mistral", "qwen3", "gemma2", "deepseek_v3", "lfm2", "gemma3")),
+    ("qwen3_5", 8),
 ]
 
 
