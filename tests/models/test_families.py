@@ -30,6 +30,7 @@ REPEATED = (  # of parts that others have: of `odd`, yarn, no window, and second
     *("qwen3_yarn", "mistral_full", "smollm3_listed", "phi3_quarter", "granite4_nope", "glm"),
     *("mixtral_one", "mixtral_all", "qwen3_moe_sliding", "gpt_oss_odd", "deepseek_v2_greedy"),
     *("deepseek_v3_scaled", "llama4_maverick", "lfm2_moe_unbiased", "qwen3_next_odd"),
+    *("granite4_hybrid_dense", "falcon_h1_normed"),
     *("kimi_linear_compressed", "olmo_hybrid_rotated"),
 )
 ROUNDED_ALIKE = (  # as others: llama, olmo2, glm4, gemma3 and deepseek_v3
@@ -40,6 +41,7 @@ COMPILED = (  # a family without native layers costs a minute of compilation
     *("odd", "gemma2", "smollm3", "phi3", "olmo3", "granite", "glm4_odd", "mixtral_all"),
     "ernie4_5_moe",
 )
+ALONE = ("llama4_text", "lfm2", "lfm2_moe", "granitemoehybrid", "bamba")
 CPU = torch.device("cpu")
 
 
@@ -59,8 +61,8 @@ def assert_parity(engine: Engine, model: TinyModel) -> None:
         prompts = model.prompts(*lengths, seed=seed)
         outputs = engine.generate(prompts, greedy(new_tokens))
         # In transformers left padding counts in the temperature of positions of Llama 4, and
-        # has the bias of the inputs of LFM2's convolutions.
-        alone = model.reference.config.model_type in ("llama4_text", "lfm2", "lfm2_moe")
+        # has the bias of the inputs of convolutions.
+        alone = model.reference.config.model_type in ALONE
         batches = [[prompt] for prompt in prompts] if alone else [prompts]
         expected = [row for batch in batches for row in model.greedy(batch, new_tokens)]
         assert [o.token_ids for o in outputs] == expected

@@ -16,7 +16,10 @@ from ..rigs.tiny_models import BASE, TinyModel, random_model
 LENGTHS = (1, 63, 64, 65, 130)
 """Of prompts: around a chunk of transformers, and across several."""
 NEW_TOKENS = 20
-MODEL_TYPES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "kimi_linear", "olmo_hybrid")
+MODEL_TYPES = (
+    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "kimi_linear", "olmo_hybrid"),
+    *("granitemoehybrid", "bamba", "falcon_h1"),
+)
 CASES = [
     pytest.param(model_type, seed, marks=() if seed == 0 else pytest.mark.slow)
     for model_type in MODEL_TYPES

@@ -35,6 +35,7 @@ DELTA_RULE = {
     "shared_expert_intermediate_size": 64,
 }
 NO_LAYER_EMBEDDINGS = {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}
+MAMBA = {"mamba_n_heads": 4, "mamba_d_state": 32, "mamba_n_groups": 2, "mamba_expand": 1}
 PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "Glm4MoeForCausalLM": ("fp8_blocks", EXPERTS),
     "Glm4MoeLiteForCausalLM": ("pack_quantized", EXPERTS | LATENT),
@@ -53,6 +54,12 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
         "awq",
         EXPERTS | LATENT | DELTA_RULE | {"linear_num_heads": 2, "linear_head_dim": 32},
     ),
+    "GraniteMoeHybridForCausalLM": (
+        "float_quantized",
+        MAMBA | {"layer_types": ["linear_attention", "full_attention"], "num_local_experts": 0},
+    ),
+    "FalconH1ForCausalLM": ("gptq", MAMBA | {"mamba_d_ssm": 128}),
+    "BambaForCausalLM": ("float_quantized", MAMBA | {"attn_layer_indices": [1]}),
     "Lfm2ForCausalLM": (
         "mlx",
         {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
@@ -64,6 +71,7 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """How each class is stored, and its sizes beyond `TEXT`."""
 WEIGHTS = (
+    "_linear.weight",
     *("proj.weight", "w1.weight", "w2.weight", "w3.weight"),
     *("proj_qkvz.weight", "proj_qkv.weight", "proj_z.weight"),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 from .family_variants import variant
@@ -107,8 +108,62 @@ HYBRID_VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+def _random_mamba(draws: random.Random) -> tuple[dict[str, Any], list[str]]:
+    """Draw sizes with Mamba-2 layers, and the types of layers."""
+    groups, each, head = draws.randint(1, 3), draws.randint(1, 3), 2 * draws.randint(1, 6)
+    heads = groups * each
+    hidden = heads * head * draws.choice([1, 2])
+    while hidden < 32:
+        hidden *= 2
+    layers = ["linear_attention", "full_attention", *draws.choices(_KINDS, k=2)]
+    draws.shuffle(layers)
+    fields = _mamba(heads, groups, draws.randint(3, 20), draws.randint(2, 5))
+    fields |= {"mamba_conv_bias": draws.random() < 0.7, "mamba_proj_bias": draws.random() < 0.3}
+    kv_heads = draws.choice([1, 2, 3, 6])
+    fields |= variant(hidden=hidden, kv_heads=kv_heads, features=draws.randint(20, 60))
+    return fields | {"bos_token_id": None, "eos_token_id": None}, layers
+
+
+def _random_granite(draws: random.Random) -> dict[str, Any]:
+    fields, layers = _random_mamba(draws)
+    experts = draws.choice([0, 4, 7])
+    return fields | {
+        **{"model_type": "granitemoehybrid", "layer_types": layers, "num_hidden_layers": 4},
+        **{"num_local_experts": experts, "num_experts_per_tok": draws.randint(1, 4)},
+        **{"shared_intermediate_size": draws.randint(9, 60), "attention_multiplier": 0.25},
+        **{"residual_multiplier": draws.uniform(0.3, 1.0)},
+        "position_embedding_type": draws.choice([None, "rope"]),
+    }
+
+
+def _random_bamba(draws: random.Random) -> dict[str, Any]:
+    fields, layers = _random_mamba(draws)
+    attending = [i for i, kind in enumerate(layers) if kind == "full_attention"]
+    named = {"model_type": "bamba", "num_hidden_layers": 4, "attn_layer_indices": attending}
+    return fields | named | {"head_dim": draws.choice([8, 12, 20])}
+
+
+def _random_falcon(draws: random.Random) -> dict[str, Any]:
+    fields, _ = _random_mamba(draws)
+    size = fields["mamba_n_heads"] * 2 * draws.randint(1, 8)
+    normed = draws.random() < 0.5
+    fields |= {"model_type": "falcon_h1", "num_hidden_layers": 3, "mamba_d_ssm": size}
+    fields |= {"mamba_rms_norm": normed, "mamba_norm_before_gate": draws.random() < 0.5}
+    return fields | _FACTORS | {"mamba_proj_bias": False}
+
+
+_KINDS = ("linear_attention", "full_attention")
+_MAMBA_SIZES: dict[str, Callable[[random.Random], dict[str, Any]]] = {
+    "granitemoehybrid": _random_granite,
+    "bamba": _random_bamba,
+    "falcon_h1": _random_falcon,
+}
+
+
 def random_sizes(model_type: str, draws: random.Random) -> dict[str, Any]:
     """Draw the sizes of a tiny model."""
+    if model_type in _MAMBA_SIZES:
+        return _MAMBA_SIZES[model_type](draws)
     heads, each = draws.randint(1, 3), draws.randint(1, 3)
     kv_heads = draws.choice([1, 2, 3, 6])
     layers = [*"llf", *draws.choices("lf", k=draws.randint(0, 2))]
