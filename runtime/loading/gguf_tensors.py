@@ -42,6 +42,7 @@ _RENAMED = (
 _COMPUTED: dict[str, Callable[[Tensor], Tensor]] = {
     "conv.conv.weight": lambda kernel: kernel.unsqueeze(1),  # `[features, 1, taps]`
     "conv1d.weight": lambda kernel: kernel.unsqueeze(1),
+    "shared_expert_gate.weight": lambda gate: gate.reshape(1, -1),  # a vector in some files
     ".A_log": lambda decay: (-decay.flatten()).log(),
     "mixer.D": lambda skip: skip.flatten(),
     "mamba.D": lambda skip: skip.flatten(),

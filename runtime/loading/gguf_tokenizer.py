@@ -30,6 +30,7 @@ from .vocabulary import (
 _GPT2 = rf"{CONTRACTIONS}| ?\p{{L}}+| ?\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+|{SPACES}"
 _LLAMA3 = (word_pattern(r"\p{N}{1,3}", contractions=ANY_CASE),)
 _QWEN2 = (word_pattern(r"\p{N}", contractions=ANY_CASE),)
+_QWEN35 = (word_pattern(r"\p{N}", contractions=ANY_CASE, letters=r"\p{L}\p{M}"),)
 _O200K = (word_pattern(r"\p{N}{1,3}", cased=True, contractions=ANY_CASE),)
 _DIGITS = (r"\p{N}", _GPT2)
 _HAN = "[一-龥\u0800-一가-\ud7ff]+"
@@ -48,7 +49,7 @@ _PATTERNS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), _DIGITS),
     **dict.fromkeys(("exaone", "minerva-7b"), _DIGITS),
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2"), _O200K),
-    "kimi-k2": (KIMI,),
+    **{"qwen35": _QWEN35, "falcon-h1": _LLAMA3, "kimi-k2": (KIMI,)},
     "tekken": (word_pattern(r"\p{N}", cased=True),),
     "deepseek-llm": (
         *(r"[\r\n]", r"\s?[\p{Lu}\p{Ll}\p{Lt}]+"),
@@ -66,7 +67,10 @@ _PATTERNS: dict[str, tuple[str, ...]] = {
 }
 """The patterns that pre-tokenizers split texts at, one after the other."""
 _WHOLE_WORDS = frozenset(
-    ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "lfm2", "glm4", "tekken")
+    (
+        *("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral"),
+        *("lfm2", "glm4", "tekken"),
+    )
 )
 """Pre-tokenizers of models that do not split a word that is a token."""
 _BEGINNING = _WHOLE_WORDS - {"glm4"}

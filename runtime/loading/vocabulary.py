@@ -48,7 +48,12 @@ _UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 
 
 def word_pattern(
-    digits: str, *, cased: bool = False, contractions: str = "", han: bool = False
+    digits: str,
+    *,
+    cased: bool = False,
+    contractions: str = "",
+    han: bool = False,
+    letters: str = r"\p{L}",
 ) -> str:
     """Return the pattern of tiktoken's vocabularies since cl100k: words, digits, punctuation.
 
@@ -57,9 +62,10 @@ def word_pattern(
         cased: whether words end before a capital letter that follows lower case.
         contractions: pattern of English contractions, which follow `cased` words.
         han: whether runs of Chinese characters are words of their own, with `cased`.
+        letters: what words consist of without `cased`, and punctuation does not.
     """
     begin, marks = r"[^\r\n\p{L}\p{N}]?", r"[\r\n]*"
-    words = rf"{contractions}|{begin}\p{{L}}+" if contractions else rf"{begin}\p{{L}}+"
+    words = rf"{contractions}|{begin}[{letters}]+" if contractions else rf"{begin}[{letters}]+"
     if cased:
         end, more = f"{contractions}?" if contractions else "", r"&&[^\p{Han}]" if han else ""
         upper, lower = f"[{_UPPER}{more}]", f"[{_LOWER}{more}]"
@@ -68,7 +74,7 @@ def word_pattern(
             words = rf"\p{{Han}}+|{words}"
         else:
             marks = r"[\r\n/]*"
-    return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+{marks}|\s*[\r\n]+|{SPACES}"
+    return rf"{words}|{digits}| ?[^\s{letters}\p{{N}}]+{marks}|\s*[\r\n]+|{SPACES}"
 
 
 KIMI = word_pattern(r"\p{N}{1,3}", cased=True, contractions=ANY_CASE, han=True)

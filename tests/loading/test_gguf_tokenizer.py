@@ -123,6 +123,8 @@ def test_tokens_that_begin_and_end_a_text(
         ("smollm", "it's 12 a", ["it", "'s", " ", "1", "2", " a"]),
         ("llama-bpe", "IT'S 1234.\n\nx", ["IT", "'S", " ", "123", "4", ".\n\n", "x"]),
         ("qwen2", "(ab) 12", ["(ab", ")", " ", "1", "2"]),
+        ("qwen2", "ae\u0301b", ["ae", "\u0301b"]),
+        ("qwen35", "ae\u0301b", ["ae\u0301b"]),
         ("gpt-4o", "HelloWorld's a/\n", ["Hello", "World's", " a", "/\n"]),
         ("tekken", "HelloWORLD 12", ["Hello", "WORLD", " ", "1", "2"]),
         ("kimi-k2", "Aé汉字's 1234/\n", ["Aé", "汉字", "'s", " ", "123", "4", "/\n"]),
