@@ -154,9 +154,14 @@ class StateMemory:
             tensor[0].zero_()
         self.snapshots: Final = tensors[0]
         self.inputs: Final = tensors[1]
-        # As for blocks, pinned memory is not taken from torch's allocator, which rounds sizes up.
-        self.host = [torch.empty((pools.host, size), dtype=torch.uint8) for size in sizes]
+        self._swapped = HostMemory(pools.host * sum(sizes), device, "swapped recurrent state")
+        parts = self._swapped.tensor.split([pools.host * size for size in sizes])
+        self._host = [part.view(-1, size) for part, size in zip(parts, sizes, strict=True)]
         """Snapshots and inputs of swapped requests."""
+
+    def close(self) -> None:
+        """Unpin the host's memory. Copies must not follow. Idempotent."""
+        self._swapped.close()
 
     @property
     def nbytes(self) -> int:
@@ -166,14 +171,13 @@ class StateMemory:
     @property
     def host_nbytes(self) -> int:
         """Bytes for swapped requests."""
-        return sum(tensor.nbytes for tensor in self.host)
+        return self._swapped.tensor.nbytes
 
     def copy(self, kind: CopyKind, copies: Copies) -> None:
         """Issue the copies of snapshots and inputs: within the memory, to the host or back."""
-        memory, host = (self.snapshots, self.inputs), self.host
-        sources, targets = (host if kind == "from_host" else memory), memory
-        if kind == "to_host":
-            targets = (host[0], host[1])
+        memory = [self.snapshots, self.inputs]
+        sources = self._host if kind == "from_host" else memory
+        targets = self._host if kind == "to_host" else memory
         for source, target, pairs in zip(
             sources, targets, (copies.snapshots, copies.inputs), strict=True
         ):
@@ -181,14 +185,44 @@ class StateMemory:
                 target[to].copy_(source[of], non_blocking=True)
 
 
+class HostMemory:
+    """Host memory that copies from and to a device use, pinned for CUDA.
+
+    torch's allocator of pinned memory rounds sizes up to a power of two and never frees them. So
+    the memory is allocated as pageable, and registered with CUDA until `close`.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device, contents: str) -> None:
+        """Allocate bytes for `contents`, which an error names.
+
+        Raises:
+            RuntimeError: CUDA cannot pin so much memory.
+        """
+        self.tensor: Final = torch.empty(nbytes, dtype=torch.uint8)
+        self._unpin: weakref.finalize[[int], HostMemory] | None = None
+        if device.type == "cuda" and nbytes:
+            address = self.tensor.data_ptr()
+            status = torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)
+            if int(status) != 0:
+                raise RuntimeError(
+                    f"CUDA cannot pin {nbytes} bytes of host memory for {contents}"
+                    f" ({status}): lower host_cache_bytes"
+                )
+            unregister = torch.cuda.cudart().cudaHostUnregister
+            self._unpin = weakref.finalize(self, unregister, address)
+            self._unpin.atexit = False
+
+    def close(self) -> None:
+        """Unpin the memory. Copies must not follow. Idempotent."""
+        if self._unpin is not None:
+            self._unpin()
+
+
 class HostArena:
     """Blocks in host memory (pinned for a CUDA arena) for swapped requests.
 
     `[num_blocks, layers, sides, ...]` for each layout of the arena: a block of it is contiguous, so
     that it is transferred in one piece. Copies are asynchronous, on the arena's stream.
-
-    torch's allocator of pinned memory rounds sizes up to a power of two and never frees them. So
-    the memory is allocated as pageable, and registered with CUDA until `close`.
     """
 
     def __init__(self, arena: Arena, num_blocks: int) -> None:
@@ -200,28 +234,18 @@ class HostArena:
         self.num_blocks = num_blocks
         blocks_first = [view.movedim(2, 0) for view in arena.views]
         sizes = [num_blocks * view[0].numel() for view in blocks_first]
-        self._tensor = torch.empty(sum(sizes), dtype=arena.tensor.dtype)
+        nbytes = sum(sizes) * arena.tensor.itemsize
+        self._memory = HostMemory(nbytes, arena.tensor.device, "swapped blocks")
+        self._tensor = self._memory.tensor.view(arena.tensor.dtype)
         self._views = [
             (device, host.view(num_blocks, *device.shape[1:]))
             for device, host in zip(blocks_first, self._tensor.split(sizes), strict=True)
         ]
         """Of each layout: the arena and the host's memory, blocks first."""
-        self._unpin: weakref.finalize[[int], HostArena] | None = None
-        if arena.tensor.is_cuda:
-            status = torch.cuda.cudart().cudaHostRegister(self.address, self.nbytes, 0)
-            if int(status) != 0:
-                raise RuntimeError(
-                    f"CUDA cannot pin {self.nbytes} bytes of host memory for swapped blocks"
-                    f" ({status}): lower host_cache_bytes"
-                )
-            unregister = torch.cuda.cudart().cudaHostUnregister
-            self._unpin = weakref.finalize(self, unregister, self.address)
-            self._unpin.atexit = False
 
     def close(self) -> None:
         """Unpin the memory. Copies must not follow. Idempotent."""
-        if self._unpin is not None:
-            self._unpin()
+        self._memory.close()
 
     @property
     def nbytes(self) -> int:

@@ -52,6 +52,11 @@ class BlockPool:
         self._block_of: tuple[dict[bytes, int], ...] = tuple({} for _ in range(256))
         self._verified = bytearray(num_blocks)  # of published blocks
 
+    @property
+    def num_held(self) -> int:
+        """Blocks with a holder."""
+        return self.num_blocks - 1 - self.num_free
+
     def find(self, key: bytes) -> int | None:
         """Return the block that was published under `key`, or None."""
         return self._block_of[key[0]].get(key)

@@ -130,7 +130,7 @@ class KVCache:
     @property
     def num_held_blocks(self) -> int:
         """Blocks that requests hold."""
-        return self.pool.num_blocks - 1 - self.pool.num_free
+        return self.pool.num_held
 
     @property
     def usable_blocks(self) -> int:

@@ -21,6 +21,8 @@ class EngineGauges(NamedTuple):
     held_blocks: int  # blocks that requests hold
     block_size: int  # tokens of a block
     kernel_fallbacks: int  # operations that run on slower kernels than the configured ones
+    held_snapshots: int = 0  # snapshots of recurrent state that requests hold
+    cached_snapshots: int = 0  # those that later requests can begin from, held or not
 
     @property
     def free_rows(self) -> int:
@@ -31,6 +33,7 @@ class EngineGauges(NamedTuple):
     def of(cls, parts: EngineParts, loop: StepLoop) -> EngineGauges:
         """Read the state of a loop, which may run steps meanwhile."""
         scheduler, cache = loop.scheduler, loop.scheduler.cache
+        snapshots = None if cache.states is None else cache.states.snapshots
         return cls(
             rows=scheduler.max_num_seqs,
             running=scheduler.num_running,
@@ -39,6 +42,8 @@ class EngineGauges(NamedTuple):
             held_blocks=cache.num_held_blocks,
             block_size=cache.block_size,
             kernel_fallbacks=len(parts.model.kernels.fallbacks),
+            held_snapshots=0 if snapshots is None else snapshots.num_held,
+            cached_snapshots=0 if snapshots is None else snapshots.num_published,
         )
 
 
@@ -52,6 +57,7 @@ class EngineCounters(NamedTuple):
     cached_tokens: int = 0  # of them, those found in the cache
     preemptions: int = 0
     evicted_blocks: int = 0  # cached blocks that were allocated again
+    evicted_snapshots: int = 0  # likewise, of recurrent state
     drafted_tokens: int = 0  # drafts that steps verified
     accepted_tokens: int = 0  # of them, those accepted
     accepted_by_position: tuple[int, ...] = ()
@@ -72,6 +78,7 @@ class EngineCounters(NamedTuple):
             cached_tokens=cache.counts["hit_tokens"],
             preemptions=loop.counts["preemptions"],
             evicted_blocks=cache.pool.num_evictions,
+            evicted_snapshots=0 if cache.states is None else cache.states.snapshots.num_evictions,
             drafted_tokens=drafts.get("drafted", 0),
             accepted_tokens=drafts.get("accepted", 0),
             accepted_by_position=() if speculator is None else speculator.accepted_by_position,
@@ -101,6 +108,7 @@ def engine_stats(parts: EngineParts, loop: StepLoop, *, healthy: bool) -> dict[s
     steps, cache = library.steps.values(), scheduler.cache
     collectives = parts.model.kernels.collectives
     seconds = {phase.name: phase.seconds for phase in parts.phases}
+    snapshots = None if cache.states is None else cache.states.snapshots
     return {
         "healthy": healthy,
         "device": str(parts.config.device),
@@ -129,6 +137,14 @@ def engine_stats(parts: EngineParts, loop: StepLoop, *, healthy: bool) -> dict[s
             "evicted": cache.pool.num_evictions,
             "host": cache.host.num_blocks,
             "host_free": cache.host.num_free,
+        },
+        "snapshots": None
+        if snapshots is None
+        else {
+            "usable": snapshots.num_blocks - 1,
+            "free": snapshots.num_free,
+            "cached": snapshots.num_published,
+            "evicted": snapshots.num_evictions,
         },
         "cache": dict(cache.counts),
         "prepared": {

@@ -160,7 +160,8 @@ def model_footprint(
     if 0 < user.host_cache_bytes < block_bytes:
         raise ConfigError(
             f"host_cache_bytes={user.host_cache_bytes} has no room for a block, which takes"
-            f" {block_bytes} bytes: raise it, or set it to 0 for no host cache"
+            f" {block_bytes} bytes: raise it, or set it to 0 for no host cache",
+            field="host_cache_bytes",
         )
     states = StatePlan.of(plan_of(model), config)
     host_states = 0 if states is None else states.host_bytes

@@ -426,7 +426,8 @@ class Runner:
     def close(self) -> None:
         """Release all steps and their compiled code, the drafter and memory of the host."""
         drafter = None if self.drafter is None else self.drafter.drafter
-        for part in (self.masks, drafter, *(host for _, host in self.blocks.arenas)):
+        hosts = [self.state.memory, *(host for _, host in self.blocks.arenas)]
+        for part in (self.masks, drafter, *hosts):
             if part is not None:
                 part.close()
         self.library.close()

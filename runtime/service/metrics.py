@@ -114,6 +114,8 @@ METRICS: Final = (
         "Operations that run on slower kernels than configured.",
         "gauges.kernel_fallbacks",
     ),
+    _gauge("snapshots_held", "Snapshots of recurrent state in requests.", "gauges.held_snapshots"),
+    _gauge("snapshots_cached", "Those that requests can begin from.", "gauges.cached_snapshots"),
     *(
         _counter(name, text, f"counters.{source}", vllm=True)
         for name, text, source in (
@@ -137,6 +139,7 @@ METRICS: Final = (
         _counter(name, text, f"counters.{source}")
         for name, text, source in (
             ("evicted_blocks", "Cached blocks that were allocated again.", "evicted_blocks"),
+            ("evicted_snapshots", "Cached snapshots that were overwritten.", "evicted_snapshots"),
             ("steps", "Launched steps.", "steps"),
             ("step_fallbacks", "Launches without a prepared step.", "fallbacks"),
             ("gc_collections", "Runs of Python's garbage collector.", "collections"),

@@ -16,7 +16,7 @@ from ...cache.memory.device_memory import DeviceMemory
 from ...cache.memory.handler import MemoryBudgetError, format_bytes, plan_memory
 from ...cache.spec import group_layers
 from ..config import MAX_ROWS, EngineConfig
-from ..engine.memory import model_footprint
+from ..engine.memory import StatePlan, model_footprint
 from ..engine.startup import plan_engine, planned_kernels
 from ..kernels import Kernels, Mode, native_obstacle
 from ..kernels.ops.experts import Experts
@@ -82,6 +82,7 @@ def explain_memory(
             + num_rows(config.max_num_seqs),
             f"layer groups: {len(groups)}; cache of a token: {format_bytes(kv)}",
             *_describe_shard(plan_of(whole), plan_of(model), kernels, resolved.dtype),
+            *describe_states(plan_of(model), resolved),
             *describe_experts(plan_of(model), config.max_num_seqs),
             "",
             plan.format(),
@@ -96,6 +97,19 @@ def describe_stored(config: ResolvedConfig) -> str:
     dtype = str(config.dtype).removeprefix("torch.")
     weights = "" if config.weights == MODEL else f", weights in {config.weights}"
     return f"{dtype}{weights}, cache in {dtype if config.storage == 'model' else config.storage}"
+
+
+def describe_states(plan: ModelPlan, config: ResolvedConfig) -> list[str]:
+    """Return a line about the recurrent state of a model, if it has any."""
+    states = StatePlan.of(plan, config)
+    if states is None:
+        return []
+    row, cached = states.row_bytes // config.user.max_num_seqs, states.snapshot_bytes
+    snapshot, token = states.layout.snapshot_bytes, states.layout.token_bytes
+    return [
+        f"recurrent state of a row: {format_bytes(row)}; a snapshot of it {format_bytes(snapshot)},"
+        f" the inputs of a token {format_bytes(token)}; {cached // snapshot:,} cached snapshots"
+    ]
 
 
 def describe_experts(plan: ModelPlan, rows: int) -> list[str]:

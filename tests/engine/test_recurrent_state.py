@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-from stepgraph.runtime import Engine, SamplingParams
+from stepgraph.runtime import ConfigError, Engine, SamplingParams
 from stepgraph.runtime.engine.request_output import CompletionOutput, RequestOutput
 
 from ..rigs.engine_rig import Open, greedy, keep_in_flight
@@ -138,3 +138,114 @@ def test_results_are_those_of_a_request_alone(
             seen["preemptions"] += stats["preemptions"]
             engine.close()
     assert seen["hit_tokens"] > 0
+
+
+# Prefixes ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block_size", [8, 16, 32])
+@pytest.mark.parametrize("chunk", [64, 50])
+def test_prefixes_begin_from_snapshots(
+    open_engine: Open, tiny: Tiny, block_size: int, chunk: int
+) -> None:
+    """The same prompt, the next turn of a conversation, and half a prompt, in few snapshots."""
+    config = {"block_size": block_size, "prefill_chunk": chunk, "snapshot_bytes": 80_000}
+    engine = open_engine("lfm2", **config, mode="eager", max_model_len=250)
+    (prompt, other, *tails) = tiny("lfm2").prompts(196, 8, 60, 60, 60, seed=3)
+    (first,) = engine.generate([prompt], greedy(20))
+    assert first.cached_tokens == 0
+    (again,) = engine.generate([prompt], greedy(20))
+    assert again.completions[0].token_ids == first.completions[0].token_ids
+    assert again.cached_tokens == 195 // block_size * block_size
+    conversation = prompt + first.completions[0].token_ids + other
+    (turn,) = engine.generate([conversation], greedy(20))
+    assert turn.cached_tokens >= (len(conversation) - len(other) - 1) // block_size * block_size
+    halves = [engine.generate([prompt[:96] + tail], greedy(4))[0].cached_tokens for tail in tails]
+    assert halves == [0, 96, 96], "the second one stores what it has in common with the first"
+    stats = engine.stats()
+    assert stats["cache"]["hit_tokens"] == sum((*halves, again.cached_tokens, turn.cached_tokens))
+    assert 0 < stats["snapshots"]["cached"] <= stats["snapshots"]["usable"]
+    assert stats["snapshots"]["free"] == stats["snapshots"]["usable"]
+    engine.reset_prefix_cache()
+    assert engine.stats()["snapshots"]["cached"] == 0
+    assert engine.generate([prompt], greedy(20))[0].cached_tokens == 0
+    engine.check_integrity()
+
+
+def test_new_weights_forget_snapshots(open_engine: Open, tiny: Tiny) -> None:
+    model = tiny("lfm2")
+    engine = open_engine("lfm2", mode="eager")
+    (prompt,) = model.prompts(60, seed=3)
+    tokens = engine.generate([prompt], greedy())[0].completions[0].token_ids
+    engine.reload_weights(model.directory)
+    (output,) = engine.generate([prompt], greedy())
+    assert output.cached_tokens == 0
+    assert output.completions[0].token_ids == tokens
+
+
+def test_prefixes_need_the_prefix_cache(open_engine: Open, tiny: Tiny) -> None:
+    engine = open_engine("lfm2", mode="eager", prefix_cache=False)
+    (prompt,) = tiny("lfm2").prompts(60, seed=3)
+    for _ in range(2):
+        assert engine.generate([prompt], greedy())[0].cached_tokens == 0
+
+
+# Configurations ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"snapshot_bytes": 0},
+        {"snapshot_bytes": 1},
+        {"block_size": 1},
+        {"block_size": 64},
+        {"num_blocks": 6},
+        {"num_blocks": 6, "host_cache_bytes": 20_000, "max_num_seqs": 2},
+        {"block_size": 2, "speculation": {"num_speculative_tokens": 1}},
+        {"max_itl_ms": 0.01},
+    ],
+    ids=str,
+)
+def test_small_sizes_change_no_tokens(open_engine: Open, tiny: Tiny, config: Any) -> None:
+    model = tiny("lfm2")
+    prompts = model.prompts(40, 9, 33, 2)
+    engine = open_engine("lfm2", mode="eager", **config)
+    for _ in range(2):
+        outputs = engine.generate(prompts, greedy(20, n=2))
+        for prompt, output in zip(prompts, outputs, strict=True):
+            expected = model.greedy([prompt], 20) * 2
+            assert [completion.token_ids for completion in output.completions] == expected
+    engine.check_integrity()
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+def test_quantised_caches_leave_the_state_alone(
+    open_engine: Open, tiny: Tiny, kv_dtype: str
+) -> None:
+    engine = open_engine("lfm2", mode="eager", kv_dtype=kv_dtype)
+    layouts = [open_engine("lfm2", mode="eager"), engine]
+    sizes = [own.stats()["memory"] for own in layouts]
+    assert sizes[0]["row_state"]["planned"] == sizes[1]["row_state"]["planned"]
+    assert sizes[0]["cache"]["planned"] > sizes[1]["cache"]["planned"]
+    (prompt,) = tiny("lfm2").prompts(60, seed=3)
+    first, again = (engine.generate([prompt], greedy())[0] for _ in range(2))
+    assert first.completions[0].token_ids == again.completions[0].token_ids
+    assert again.cached_tokens == 48
+
+
+@pytest.mark.parametrize(
+    ("field", "config"),
+    [
+        ("tensor_parallel", {"tensor_parallel": 2}),
+        ("block_size", {"block_size": 128}),
+        ("speculation", {"block_size": 4, "speculation": {"num_speculative_tokens": 4}}),
+        ("snapshot_bytes", {"snapshot_bytes": -1}),
+        ("host_cache_bytes", {"host_cache_bytes": 1}),
+    ],
+)
+def test_what_recurrent_layers_do_not_support(
+    open_engine: Open, field: str, config: dict[str, Any]
+) -> None:
+    with pytest.raises(ConfigError, check=lambda error: error.field == field):
+        open_engine("lfm2", **config)

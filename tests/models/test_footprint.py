@@ -161,7 +161,8 @@ def test_static_buffers_to_the_byte(
     assert terms["host_buffers"] == 0
 
 
-@pytest.mark.parametrize("variant", ["base", "odd", "micro"])
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("variant", ["base", "odd", "micro", "lfm2", "qwen3_5"])
 @pytest.mark.parametrize(
     "config",
     [
@@ -179,7 +180,10 @@ def test_static_buffers_to_the_byte(
 def test_what_an_engine_holds(open_engine: Open, variant: str, config: dict[str, Any]) -> None:
     engine = open_engine(variant, **config)
     memory = engine.stats()["memory"]
-    for name in ("weights", "cache", "static_buffers", "host_cache", "host_buffers"):
+    names = ["weights", "cache", "static_buffers", "host_cache", "host_buffers"]
+    if plan_of(engine.model_config).row_states:
+        names += ["row_state", "snapshots"]
+    for name in names:
         assert memory[name]["planned"] == memory[name]["measured"], name
     assert memory["captured_graphs"]["planned"] == memory["captured_graphs"]["measured"] == 0
     assert (memory["host_cache"]["measured"] > 0) == ("host_cache_bytes" in config)

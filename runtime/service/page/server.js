@@ -46,13 +46,16 @@ function update(service) {
   const queued = of("gauges", "queued_requests");
   const waiting = of("gauges", "waiting").map((value, index) => value + queued[index]);
   const held = of("gauges", "held_blocks");
+  const tokens = `of ${count(blocks * size)} tokens`;
+  const snapshots = gauges.cached_snapshots;
+  const cached = snapshots ? `${tokens} · ${count(snapshots)} snapshots` : tokens;
   const drafts = total("drafted_tokens");
   const accepted = `${share(total("accepted_tokens"), drafts)} of drafts accepted`;
   const steps = `${count(rates("steps").at(-1))} steps/s`;
   byId("tiles").replaceChildren(
     tile("Rows", count, `of ${rows}`, of("gauges", "running")),
     tile("Waiting", count, `${count(gauges.queued_tokens)} prompt tokens`, waiting),
-    tile("KV cache", (used) => share(used, blocks), `of ${count(blocks * size)} tokens`, held),
+    tile("KV cache", (used) => share(used, blocks), cached, held),
     tile("Output tokens/s", count, drafts ? accepted : steps, rates("output_tokens")),
     tile(
       "Prompt tokens/s",
