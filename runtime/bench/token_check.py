@@ -166,6 +166,7 @@ class TokenCheck:
                 block_size=size,
                 tokens_per_row=end - start,
                 rope_lengths=(positions_C + 1).clamp(min=rope_length),
+                token_ids=ids_T[start:end],
             )
             hidden_CD = model.decode(model.embed(ids_T[start:end]), arena.tensor, batch)
             if end > first:

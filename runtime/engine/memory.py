@@ -216,7 +216,7 @@ def _activation_bytes(plan: ModelPlan, config: ResolvedConfig, num_groups: int) 
     """Peak of the tensors of one token within a layer."""
     size, eager = config.dtype.itemsize, not config.compiled
     most = max(op.live_bytes(plan.hidden_size, size, eager=eager) for op in plan.operations)
-    most += size * plan.hidden_size * sum(bool(op.writes) for op in plan.operations)
+    most += size * sum(op.kept_features(plan.hidden_size) for op in plan.operations if op.writes)
     rotation = 2 * 4 * plan.rope_dim
     indices = 8 * (5 + num_groups)
     return most + rotation + indices

@@ -97,6 +97,7 @@ def batch_of_slots(
     *,
     tokens_per_row: int | None = None,
     query_start_loc: torch.Tensor | None = None,
+    token_ids: torch.Tensor | None = None,
 ) -> RaggedBatch:
     """Return the batch of tokens whose write index is known; see `RaggedBatch` for the shapes."""
     rope_lengths_T = None
@@ -114,6 +115,7 @@ def batch_of_slots(
         query_start_loc=query_start_loc,
         rope_lengths=rope_lengths_T,
         states=state.row_states,
+        token_ids=token_ids,
     )
 
 
@@ -539,6 +541,7 @@ class StepFunctions:
                     *(state, self.block_size, positions_T, slots_GT, rows_T, rows_B),
                     key.read_blocks,
                     query_start_loc=query_start_loc,
+                    token_ids=token_ids,
                 )
             with operation("begin"):
                 x_TD = self.model.embed(token_ids)
@@ -664,6 +667,7 @@ class StepFunctions:
         batch = batch_of_slots(
             *(state, self.block_size, positions_T, slots_GT, token_rows_T, rows_B, read_blocks),
             tokens_per_row=n,
+            token_ids=token_ids_T,
         )
         with operation("begin"):
             x_TD = self.model.embed(token_ids_T)
@@ -687,15 +691,17 @@ class StepFunctions:
     ) -> Forward:
         """A prefill step; with `greedy`, it samples after the last token of each chunk."""
         state = self.state
-        slots_GT = write_index(state, self.block_size, positions_T, token_rows_T)
-        batch = batch_of_slots(
-            *(state, self.block_size, positions_T, slots_GT, token_rows_T, rows_R, read_blocks),
-            query_start_loc=query_start_loc,
-        )
         with operation("begin"):
             x_TD = self.model.embed(token_ids_T)
             if embeds_TD is not None and embed_mask_T is not None:
                 x_TD = torch.where(embed_mask_T[:, None], embeds_TD.to(x_TD.dtype), x_TD)
+                token_ids_T = token_ids_T.masked_fill(embed_mask_T, 0)
+        slots_GT = write_index(state, self.block_size, positions_T, token_rows_T)
+        batch = batch_of_slots(
+            *(state, self.block_size, positions_T, slots_GT, token_rows_T, rows_R, read_blocks),
+            query_start_loc=query_start_loc,
+            token_ids=token_ids_T,
+        )
         hidden_TD, features_TF = self._hidden(x_TD, batch, True)
         with operation("last_tokens"):
             if self.hidden is not None:

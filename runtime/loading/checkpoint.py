@@ -389,6 +389,7 @@ def _weight_files(directory: Path) -> dict[str, Path]:
 
 _LOGGER = logging.getLogger(__name__)
 _LAYER_NAME = re.compile(r"model\.layers\.(\d{1,9})\.")
+_KEYS_OF_LAYER = re.compile(_LAYER_NAME.pattern + r"self_attn\.[kv]_(proj|norm)\.")
 _EXPERT_NAME = re.compile(r"(.*\.experts)\.(\d+)\..*")
 _MODULE_NAME = re.compile(r".*?\.(?=\d)|.*\.")
 """What the name of a tensor begins with: the list that its layer is in, or else its module."""
@@ -546,6 +547,10 @@ def _is_unused(name: str, config: ModelConfig) -> bool:
     """Whether a tensor without a place in the layout is left out on purpose."""
     # Frequencies are computed from the config; with tied embeddings the head is a copy.
     if name.endswith(_UNUSED) or (config.tie_word_embeddings and name == _HEAD):
+        return True
+    # Layers that read another one's keys and values may have been trained with their own.
+    shared = _KEYS_OF_LAYER.match(name)
+    if shared is not None and int(shared[1]) in config.kv_shared_layers:
         return True
     mtp = config.family.mtp
     return mtp is not None and mtp.holds(name, config.num_layers)

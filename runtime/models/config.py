@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal, cast, get_args
+from typing import Annotated, Any, Literal, TypeVar, cast, get_args
 
 from ..arguments import Range, allowed_values, check_fields
 from ..bounded_repr import bounded_repr
@@ -30,6 +30,8 @@ from .families import (
     read_optional,
 )
 from .rope import UNROTATED, UNSCALED, Rope, RopeScaling, RopeType
+
+T = TypeVar("T")
 
 _MOST_LAYERS = 4096
 
@@ -184,6 +186,26 @@ _MIXER_CONFIGS: Mapping[Mixer, type] = {
 """The fields of `ModelConfig` that describe mixers, and their types."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class AltUpConfig:
+    """Alternating updates of several streams of hidden states (Gemma 3n). Raises `ConfigError`."""
+
+    num_streams: Annotated[int, Range(2, 64)]
+    active: Annotated[int, Range(0, 63)]
+    """The stream that layers update."""
+    scaled: bool
+    """Whether the active stream has a scale, where it makes the input from per-layer embeddings."""
+    laurel_rank: Size
+    """Rank of the learned residual of each layer."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, ConfigError)
+        if self.active >= self.num_streams:
+            raise ConfigError(
+                f"active = {self.active} must be below num_streams = {self.num_streams}"
+            )
+
+
 # Reads the keys of a `config.json` that describe rotary positions.
 
 
@@ -271,7 +293,9 @@ def _rope_scaling(config: Json, rope: Json, first: int | None) -> RopeScaling:
     max_positions = read_field(config, "max_position_embeddings", int)
     if first is None:
         first = read_field(given, _TRAINED_CONTEXT, int, max_positions)
-    if kind != "linear":
+    if kind == "proportional":
+        given = {"factor": 1.0, **given}
+    elif kind != "linear":
         given[_TRAINED_CONTEXT] = max_positions if kind == "dynamic" else first
     if kind == "longrope":
         # Without a factor: as many times the first training's context as the model has positions.
@@ -362,6 +386,11 @@ def _read_attention(config: Json, family: Family) -> dict[str, Any]:
     for mixer, kind in _MIXER_CONFIGS.items():
         if mixer in used:
             fields[mixer] = kind(**_read_fields(kind, config, family, {}))
+    for name in _BY_LAYER:
+        if family.reads(name):
+            fields[name] = tuple(config[name])
+    if family.reads("altup_num_inputs"):
+        fields["altup"] = AltUpConfig(**_read_fields(AltUpConfig, config, family, {}))
     tunes = "attn_temperature_tuning"
     if family.reads(tunes) and read_field(config, tunes, bool):
         fields["temperature"] = AttentionTemperature(
@@ -385,6 +414,10 @@ def _numbers(config: Json, name: str) -> tuple[float, ...]:
     if not isinstance(listed, list):
         raise CheckpointError(f"{name} must be a list of numbers, not {bounded_repr(listed)}")
     return tuple(read_field({name: number}, name, float) for number in listed)
+
+
+_BY_LAYER = ("layer_head_dims", "layer_widths", "layer_sparsity", "kv_shared_layers")
+"""Fields that `Family.prepare` makes: a value of each layer, or numbers of layers."""
 
 
 def _latent_fields(config: Json, family: Family, heads: int) -> dict[str, Any]:
@@ -589,25 +622,44 @@ class ModelConfig(DecoderConfig):
     """Its Mamba-2 layers."""
     multipliers: Multipliers = Multipliers()
     """Factors of the results of its linear layers."""
+    layer_head_dims: tuple[Size, ...] = ()
+    """Elements of a head of each layer; empty: `head_dim`."""
+    layer_widths: tuple[Size, ...] = ()
+    """Width of the MLP of each layer; empty: `intermediate_size`."""
+    layer_sparsity: tuple[Annotated[float, Range(0.0, 0.9999)], ...] = ()
+    """`Activate.sparsity` of each layer; empty: 0."""
+    kv_shared_layers: tuple[int, ...] = ()
+    """Layers without keys and values of their own: they read the last layer before them that has
+    some and the same type."""
+    keys_as_values: bool = False
+    """Whether layers with full attention project to keys and values at once."""
+    layer_input_size: Annotated[int, Range(0, MOST_SIZE)] = 0
+    """Elements of each layer's input that depends on the token (see `LayerInputs`); 0: none."""
+    layer_input_vocab: Size = 1
+    """Tokens that have such inputs of their own."""
+    altup: AltUpConfig | None = None
+    """Several streams of hidden states; None: one."""
     shard: tuple[int, int] | None = None
     """Rank and number of ranks: the plan of the model is for one rank of a tensor-parallel
     group. All other fields describe the whole model. None: the plan is for the whole model."""
 
     def __post_init__(self) -> None:
         check_fields(self, ConfigError)
-        if self.layer_heads and len(self.layer_heads) != self.num_layers:
-            raise ConfigError(
-                f"layer_heads lists {len(self.layer_heads)} layers, num_layers = {self.num_layers}"
-            )
+        for name in ("layer_heads", "layer_head_dims", "layer_widths", "layer_sparsity"):
+            if (listed := getattr(self, name)) and len(listed) != self.num_layers:
+                raise ConfigError(
+                    f"{name} lists {len(listed)} layers, num_layers = {self.num_layers}"
+                )
         for heads, kv_heads in ((self.num_heads, self.num_kv_heads), *self.layer_heads):
             if heads % kv_heads:
                 raise ConfigError(
                     f"num_heads = {heads} must be a multiple of num_kv_heads = {kv_heads}"
                 )
-        if self.head_dim % 2:
-            raise ConfigError(
-                f"head_dim = {self.head_dim} must be even: rotary embeddings turn pairs of elements"
-            )
+        for size in (self.head_dim, *self.layer_head_dims):
+            if size % 2:
+                raise ConfigError(
+                    f"head_dim = {size} must be even: rotary embeddings turn pairs of elements"
+                )
         if self.value_dim is not None and self.value_dim > self.head_dim:
             raise ConfigError(
                 f"value_dim = {self.value_dim} must be at most head_dim = {self.head_dim}: values"
@@ -626,6 +678,12 @@ class ModelConfig(DecoderConfig):
                 "layer_types has 'sliding_attention', but sliding_window is not in use: it must be"
                 " at least 1"
             )
+        for layer in self.kv_shared_layers:
+            if self.kv_source(layer) is None:
+                raise ConfigError(
+                    f"num_kv_shared_layers: layer {layer} has no keys and values of its own, and"
+                    " no layer of its type before it has"
+                )
         used = {mixer for layer in range(self.num_layers) for mixer in self.mixers(layer)}
         if "attention" not in used:
             raise ConfigError(
@@ -665,14 +723,23 @@ class ModelConfig(DecoderConfig):
         """The rotation of the layer."""
         if layer in self.unrotated_layers:
             return UNROTATED
-        if self.sliding_rope is not None and self._slides(layer):
-            return self.sliding_rope
         rope = self._full_rope
+        if self.sliding_rope is not None and self._slides(layer):
+            rope = self.sliding_rope
+        if self.layer_head_dims:
+            rope = rope._replace(head_dim=self.layer_head_dims[layer])
         # A norm without weight after the rotation cancels its amplitude.
         normed = self.family.qk_norm == "unweighted" and self.use_qk_norm
         if normed and rope.scaling.amplitude != 1.0:
             rope = rope._replace(scaling=replace(rope.scaling, attention_factor=1.0))
         return rope
+
+    def kv_source(self, layer: int) -> int | None:
+        """The layer whose keys and values a layer reads; None: its own, or there is none."""
+        if layer not in self.kv_shared_layers:
+            return None
+        earlier = (i for i in range(layer) if i not in self.kv_shared_layers)
+        return max((i for i in earlier if self._slides(i) == self._slides(layer)), default=None)
 
     def mixers(self, layer: int) -> tuple[Mixer, ...]:
         """The mixers of the layer."""
@@ -703,15 +770,22 @@ class ModelConfig(DecoderConfig):
         def chosen(of: tuple[int, ...]) -> tuple[int, ...]:
             return tuple(index for index, layer in enumerate(layers) if layer in of)
 
+        def of_chosen(values: tuple[T, ...]) -> tuple[T, ...]:
+            return tuple(values[layer] for layer in layers) if values else ()
+
         experts = self.experts
         if experts is not None:
             experts = replace(experts, dense_layers=chosen(experts.dense_layers))
         return replace(
             self,
             num_layers=len(layers),
-            layer_types=tuple(self.layer_types[layer] for layer in layers if self.layer_types),
+            layer_types=of_chosen(self.layer_types),
             unrotated_layers=chosen(self.unrotated_layers),
-            layer_heads=tuple(self.layer_heads[layer] for layer in layers if self.layer_heads),
+            kv_shared_layers=chosen(self.kv_shared_layers),
+            layer_heads=of_chosen(self.layer_heads),
+            layer_head_dims=of_chosen(self.layer_head_dims),
+            layer_widths=of_chosen(self.layer_widths),
+            layer_sparsity=of_chosen(self.layer_sparsity),
             experts=experts,
         )
 
@@ -736,8 +810,12 @@ class ModelConfig(DecoderConfig):
         """
         model_type, family = family_of(config)
         check_quantisation(config)
-        if read_optional(config, "use_bidirectional_attention", bool):
-            raise CheckpointError("use_bidirectional_attention is set; only causal models decode")
+        both_ways = config.get("use_bidirectional_attention")
+        if both_ways not in (None, False, "vision"):  # of images only: a text is causal
+            found = bounded_repr(both_ways)
+            raise CheckpointError(
+                f"use_bidirectional_attention = {found} is set; only causal models decode"
+            )
         try:
             return ModelConfig(**_read(config, generation_config or {}, model_type, family))
         except ConfigError as error:

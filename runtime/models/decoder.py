@@ -31,6 +31,7 @@ from ..kernels.ops.operation import (
     LAYER_INPUT,
     Binding,
     LayerStep,
+    Replace,
     Residual,
     Run,
     Vector,
@@ -130,17 +131,31 @@ class Layer(nn.Module):
         places: Iterator[LayerPlace],
         row_places: Iterator[RowPlace],
         storage: Storage,
+        earlier: Sequence[Layer] = (),
     ) -> None:
-        """Bind the operations; each takes the places of its states."""
+        """Bind the operations; each takes the places of its states.
+
+        `earlier` are the layers before it, whose states operations may read.
+        """
         super().__init__()
-        self._operations: list[tuple[str, Run | float, tuple[str, ...], str]] = []
-        """Name and function of each operation (of residual additions, the factor of the value), and
-        the names of the values that it reads and writes."""
+        self.places: tuple[LayerPlace, ...] = ()
+        """Of its states."""
+        self._operations: list[tuple[str, Run | float | None, tuple[str, ...], str]] = []
+        """Name and function of each operation (of residual additions, the factor of the value; None
+        where the value becomes the hidden states), and the names of the values that it reads and
+        writes."""
         for op in plan.operations:
             own = tuple(next(places) for _ in op.states)
+            self.places += own
+            if op.source_layer is not None:
+                own = earlier[op.source_layer].places
             row_place = None if op.row_state is None else next(row_places)
-            to = Binding(self._module, kernels, own, storage, row_place)
-            run = op.scale if isinstance(op, Residual) else op.bind(to)
+            to = Binding(self._module, kernels, own, storage, row_place, len(earlier))
+            run: Run | float | None = None
+            if isinstance(op, Residual):
+                run = op.scale
+            elif not isinstance(op, Replace):
+                run = op.bind(to)
             self._operations.append((op.name, run, op.reads, op.writes))
 
     def _module(self, parameter: Parameter, make: Callable[[], nn.Module]) -> nn.Module:
@@ -163,7 +178,9 @@ class Layer(nn.Module):
                 value = tuple(named[of] for of in reads)
                 value = value if len(value) > 1 else value[0]
             with operation(name):
-                if not isinstance(run, float):
+                if run is None:
+                    x_TD = value
+                elif not isinstance(run, float):
                     value = run(value, step)
                 else:
                     x_TD = value = x_TD + (value if run == 1.0 else value * run)
@@ -322,9 +339,17 @@ class LayerStack(StoredModule):
         self._layouts = layouts(groups)
         self._row_places = row_layout(plan.row_states, dtype.itemsize).places
         places, row_places = iter(self._places), iter(self._row_places)
-        self.layers = nn.ModuleList(
-            Layer(layer, kernels, places, row_places, storage) for layer in plan.layers
-        )
+        layers: list[Layer] = []
+        for layer in plan.layers:
+            layers.append(Layer(layer, kernels, places, row_places, storage, layers))
+        self.layers = nn.ModuleList(layers)
+        around = {
+            name: Layer(part, kernels, places, row_places, storage)
+            for name, part in plan.surroundings.items()
+        }
+        self.layer_inputs = around.get("layer_inputs")
+        self.before = around.get("before")
+        self.after = around.get("after")
         self.norm = plan.norm.module()
         frequencies_KE = torch.stack([inverse_frequencies(r, plan.rope_dim) for r in ropes])
         self.inverse_frequencies = nn.Buffer(frequencies_KE.to(device), persistent=False)
@@ -409,12 +434,20 @@ class LayerStack(StoredModule):
                 return self.stack.run(x_TD, inputs, aux_layers)
         arenas = arena_views(arena, self._layouts, batch.block_size, self.storage)
         step = LayerStep(cos_KTE, sin_KTE, arenas, batch, embeddings_TD)
+        if self.layer_inputs is not None:
+            with operation("layer_inputs"):
+                inputs_TLP = self.layer_inputs(x_TD, step)
+            step = LayerStep(cos_KTE, sin_KTE, arenas, batch, embeddings_TD, inputs_TLP)
+        if self.before is not None:
+            x_TD = self.before(x_TD, step)
         outputs = []
         for index, layer in enumerate(self.layers):
             with operation("layer", index):
                 x_TD = layer(x_TD, step)
             if any(aux == index for aux in aux_layers):  # `in` is always false in compiled code
                 outputs.append(x_TD)
+        if self.after is not None:
+            x_TD = self.after(x_TD, step)
         with operation("final_norm"):
             normed_TD = per_token(self.kernels, self.norm)(x_TD)
         return normed_TD, torch.cat(outputs, dim=-1) if outputs else None
@@ -496,11 +529,14 @@ class Decoder(LayerStack):
         """Return the bytes of the parameters that a decode step of `rows` rows reads.
 
         Of experts it reads those that the rows use (`Experts.expected_experts`). An untied input
-        embedding is left out: a step reads one of its rows per sequence.
+        embedding and the table of per-layer embeddings are left out: a step reads one of their rows
+        per sequence.
         """
         unread = 0.0
         if self.lm_head is not self.embed_tokens:
             unread += sum(p.nbytes for p in self.embed_tokens.parameters())
+        if self.layer_inputs is not None:
+            unread += sum(p.nbytes for p in self.layer_inputs.get_submodule("table").parameters())
         for plan, layer in zip(self.plan.layers, self.layers, strict=True):
             for op in plan.operations:
                 if isinstance(op, Experts):

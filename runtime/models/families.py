@@ -292,6 +292,20 @@ class ExpertLayout:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MixtureNorms:
+    """Norms and scales of a mixture that runs in parallel with an MLP (Gemma 4): their names in a
+    checkpoint."""
+
+    mlp_output: str = "post_feedforward_layernorm_1"
+    router: str = "router.scale"
+    """Of the input of the router, whose dot products are divided by the root of the hidden size."""
+    input: str = "pre_feedforward_layernorm_2"
+    output: str = "post_feedforward_layernorm_2"
+    expert_scales: str = "router.per_expert_scale"
+    """Factor of the score of each expert."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ExpertTraits:
     """The traits of the mixtures of a family."""
 
@@ -319,6 +333,8 @@ class ExpertTraits:
     """The correction is stored as a matrix with one row (ERNIE 4.5)."""
     scaled_inputs: bool = False
     """Scores multiply the input of an expert, not its output (Llama 4)."""
+    parallel_to_mlp: MixtureNorms | None = None
+    """The tensors of mixtures whose output is added to an MLP's; None: they replace MLPs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -471,6 +487,10 @@ class Family:
     """Attention and MLP read the same norm of the layer's input, and both are added to it."""
     centred_norms: bool = False
     """Norms subtract the mean, and multiply by their weight in float32."""
+    value_norms: bool = False
+    """Values are normed, each head by itself and without weight."""
+    layer_scalars: bool = False
+    """The output of each layer is multiplied by a number of its own (Gemma 4)."""
     offset_norms: bool = False
     """Norms multiply by one plus their weight, in float32, and round afterwards."""
     scaled_embeddings: bool = False
@@ -1241,6 +1261,171 @@ _LFM2 = Family(
     final_norm="model.embedding_norm",
 )
 
+
+# Gemma 3n and Gemma 4: layers with embeddings of their own, and layers that share keys and values.
+
+
+def _count(config: Json, name: str) -> int:
+    value = read_field(config, name, int, 0)
+    if value < 0:
+        raise CheckpointError(f"{name} = {value} must be at least 0")
+    return value
+
+
+def _with_shared_layers(config: Json, full_every: int) -> dict[str, Any]:
+    """Return the config with the layers that share keys and values, and the type of each layer."""
+    layers = read_field(config, "num_hidden_layers", int)
+    shared = _count(config, "num_kv_shared_layers")
+    types = config.get("layer_types")
+    if types is None:
+        types = [ATTENTION_TYPES[(layer + 1) % full_every != 0] for layer in range(layers)]
+    if shared >= layers:
+        raise CheckpointError(
+            f"num_kv_shared_layers = {shared} of num_hidden_layers = {layers}: no layer has keys"
+            " and values; a drafter that reads another model's is not a model"
+        )
+    shared_layers = list(range(layers - shared, layers))
+    return {**config, "layer_types": types, "kv_shared_layers": shared_layers}
+
+
+def _with_gemma4_layers(config: Json) -> Json:
+    """Gemma 4: heads and widths of layers, and rotations of whole heads."""
+    found = _with_shared_layers(config, full_every=6)
+    types, layers = found["layer_types"], read_field(config, "num_hidden_layers", int)
+    if isinstance(types, list) and types:
+        found["layer_types"] = types = [*types[:-1], "full_attention"]
+    own = config.get("per_layer_config")
+    if own is None:
+        full: dict[str, Any] = {"head_dim": read_count(config, "global_head_dim", 512)}
+        kv_heads = config.get("num_global_key_value_heads")
+        if kv_heads is not None and read_field(config, "attention_k_eq_v", bool, False):
+            full["num_key_value_heads"] = kv_heads
+        own = {str(i): full for i, kind in enumerate(types) if kind == "full_attention"}
+    if not isinstance(own, Mapping) or not all(isinstance(v, Mapping) for v in own.values()):
+        raise CheckpointError(f"per_layer_config must be of objects, not {bounded_repr(own)}")
+    of_layers = [{**config, **own.get(str(layer), {})} for layer in range(layers)]
+    heads = read_count(config, "num_attention_heads")
+    width = read_count(config, "intermediate_size")
+    wide = 2 if read_field(config, "use_double_wide_mlp", bool, False) else 1
+    found |= {
+        "layer_heads": [(heads, read_count(c, "num_key_value_heads")) for c in of_layers],
+        "layer_head_dims": [read_count(c, "head_dim") for c in of_layers],
+        "layer_widths": [
+            width * (wide if i in found["kv_shared_layers"] else 1) for i in range(layers)
+        ],
+    }
+    if not read_field(config, "enable_moe_block", bool, False):
+        found["num_experts"] = None
+    ropes = config.get("rope_parameters")
+    if ropes is None:
+        full_rope = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6}
+        ropes = {"sliding_attention": {"rope_theta": 1e4}, "full_attention": full_rope}
+    if isinstance(ropes, Mapping):  # other types of ropes do not read the factor
+        ropes = {
+            name: {k: v for k, v in rope.items() if k != "partial_rotary_factor"}
+            if isinstance(rope, Mapping) and rope.get("rope_type") in (None, "default")
+            else rope
+            for name, rope in ropes.items()
+        }
+    return {**found, "rope_parameters": ropes}
+
+
+def _with_gemma3n_layers(config: Json) -> Json:
+    """Gemma 3n: widths and sparsity of layers."""
+    found = _with_shared_layers(config, full_every=5)
+    layers = read_field(config, "num_hidden_layers", int)
+    width, sparsity = config.get("intermediate_size"), config.get("activation_sparsity_pattern")
+    widths = width if isinstance(width, list) else [width] * layers
+    if not all(type(size) is int for size in widths):
+        raise CheckpointError(f"intermediate_size must be of integers, not {bounded_repr(width)}")
+    if sparsity is None:
+        sparse = 10 if layers > 10 else 0
+        sparsity = [0.95] * sparse + [0.0] * (layers - sparse)
+    if not isinstance(sparsity, list) or not all(type(s) in (int, float) for s in sparsity):
+        raise CheckpointError(
+            f"activation_sparsity_pattern must be a list of numbers, not {bounded_repr(sparsity)}"
+        )
+    return {
+        **found,
+        "intermediate_size": max(widths, default=0),
+        "layer_widths": widths,
+        "layer_sparsity": [float(share) for share in sparsity],
+    }
+
+
+_GEMMA3N: dict[str, Any] = {
+    **{key: value for key, value in _GEMMA.items() if key != "query_pre_attn_scalar"},
+    **{"rope_theta": 1e6, "rope_local_base_freq": 1e4},
+    **{"num_kv_shared_layers": 0, "kv_shared_layers": [], "layer_widths": []},
+    **{"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144},
+    "sliding_window": 512,
+}
+
+GEMMA4_EXPERTS = ExpertTraits(
+    optional=True,
+    layouts=(
+        ExpertLayout(
+            router="router.proj", gate_up=("experts.gate_up_proj",), down="experts.down_proj"
+        ),
+        ExpertLayout(
+            router="router.proj",
+            gate_up=("experts.{}.gate_proj.weight", "experts.{}.up_proj.weight"),
+            down="experts.{}.down_proj.weight",
+        ),
+    ),
+    parallel_to_mlp=MixtureNorms(),
+)
+
+_GEMMA4 = replace(
+    _GEMMA2,
+    architecture="Gemma4ForCausalLM",
+    defaults=_GEMMA3N
+    | {
+        "layer_heads": [],
+        "layer_head_dims": [],
+        "attention_k_eq_v": False,
+        "partial_rotary_factor": 1.0,
+        "top_k_experts": None,
+        "moe_intermediate_size": None,
+    },
+    fixed={"attention_multiplier": 1.0, "norm_topk_prob": True},
+    keys={
+        **{"hidden_act": "hidden_activation", "keys_as_values": "attention_k_eq_v"},
+        **{"layer_input_size": "hidden_size_per_layer_input"},
+        **{"layer_input_vocab": "vocab_size_per_layer_input"},
+        "num_experts_per_tok": "top_k_experts",
+    },
+    prepare=_with_gemma4_layers,
+    offset_norms=False,
+    qk_norm="each_head",
+    value_norms=True,
+    layer_scalars=True,
+    experts=GEMMA4_EXPERTS,
+)
+
+_GEMMA3N_FAMILY = replace(
+    _GEMMA2,
+    architecture="Gemma3nForCausalLM",
+    defaults=_GEMMA3N
+    | {
+        **{"num_key_value_heads": 2, "num_kv_shared_layers": 15, "final_logit_softcapping": 30.0},
+        **{"layer_sparsity": [], "altup_num_inputs": 4, "altup_active_idx": 0},
+        **{"altup_correct_scale": True, "laurel_rank": 64},
+    },
+    fixed={"attention_multiplier": 1.0},
+    keys={
+        "hidden_act": "hidden_activation",
+        **{"layer_input_size": "hidden_size_per_layer_input"},
+        **{"layer_input_vocab": "vocab_size_per_layer_input"},
+        **{"num_streams": "altup_num_inputs", "active": "altup_active_idx"},
+        "scaled": "altup_correct_scale",
+    },
+    prepare=_with_gemma3n_layers,
+    offset_norms=False,
+    qk_norm="each_head",
+    value_norms=True,
+)
+
 FAMILIES: dict[str, Family] = {
     "llama": Family(
         architecture="LlamaForCausalLM",
@@ -1267,6 +1452,14 @@ FAMILIES: dict[str, Family] = {
         | {"sliding_window_pattern": 6, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
         fixed={},
         qk_norm="each_head",
+    ),
+    "gemma3n_text": _GEMMA3N_FAMILY,
+    "gemma4_text": _GEMMA4,
+    "gemma4_unified_text": replace(
+        _GEMMA4,
+        architecture="Gemma4UnifiedForCausalLM",
+        defaults={**_GEMMA4.defaults, "hidden_size_per_layer_input": 0, "sliding_window": 1024},
+        experts=None,
     ),
     "deepseek_v2": Family(
         architecture="DeepseekV2ForCausalLM",
@@ -1765,7 +1958,8 @@ biases are ignored for Mistral, and only the logits of the Gemmas are capped."""
 
 _WRAPPERS = frozenset(
     {
-        *("aya_vision", "cohere2_vision", "gemma3", "gemma4", "gemma4_unified", "idefics3"),
+        *("aya_vision", "cohere2_vision", "gemma3", "gemma3n", "gemma4", "gemma4_unified"),
+        "idefics3",
         *("internvl", "kimi_k25", "kimi_vl", "lfm2_vl", "llama4", "llava", "llava_next"),
         *("llava_onevision", "minimax_m3_vl", "mistral3", "mistral_large4", "muse_glimmer"),
         *("qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"),

@@ -17,15 +17,25 @@ import torch
 
 from ..kernels import Kernels
 from ..kernels.ops.activation import Activate, ActivationName, GateOutput
-from ..kernels.ops.attention import Attend
+from ..kernels.ops.altup import (
+    AddToOthers,
+    CorrectStreams,
+    ExpandStreams,
+    Laurel,
+    MergeStreams,
+    PredictStreams,
+    SelectStream,
+)
+from ..kernels.ops.attention import Attend, KeysAsValues
 from ..kernels.ops.causal_conv import CausalConv
 from ..kernels.ops.delta_rule import DeltaRule
 from ..kernels.ops.experts import Experts
 from ..kernels.ops.latent import LatentQueries, LatentToValues
+from ..kernels.ops.layer_inputs import LayerInput, LayerInputs
 from ..kernels.ops.layer_plan import LayerPlan, ModelPlan
 from ..kernels.ops.linear import Linear, stored_bytes
-from ..kernels.ops.norms import GatedNorm, Norm, QKNorm
-from ..kernels.ops.operation import Add, Operation, Residual
+from ..kernels.ops.norms import GatedNorm, HeadNorm, Norm, QKNorm
+from ..kernels.ops.operation import Add, Multiply, Operation, Replace, Residual
 from ..kernels.ops.parameter import (
     ExpertRows,
     HeadRows,
@@ -38,8 +48,8 @@ from ..kernels.ops.parameter import (
 from ..kernels.ops.rotation import Rotate
 from ..kernels.ops.state_space import StateSpace
 from ..kernels.weights import INT4, MODEL
-from .config import DecoderConfig, DeltaRuleConfig, LatentConfig, ModelConfig
-from .families import DeltaRuleLayout, ExpertLayout, ExpertsConfig, LayerType, Mixer
+from .config import AltUpConfig, DecoderConfig, DeltaRuleConfig, LatentConfig, ModelConfig
+from .families import DeltaRuleLayout, ExpertLayout, ExpertsConfig, LayerType, Mixer, MixtureNorms
 from .rope import UNROTATED, Rope
 from .sharding import check_ranks, shard_plan
 from .transformers.config import TransformersConfig
@@ -127,6 +137,14 @@ class LayerKind(NamedTuple):
     """What it has after its mixers; None: nothing."""
     heads: tuple[int, int] | None = None
     """Its query and key/value heads; None: the model's."""
+    head_dim: int | None = None
+    """Elements of its heads; None: the model's."""
+    width: int | None = None
+    """Width of its MLP; None: the model's."""
+    sparsity: float = 0.0
+    """`Activate.sparsity` of its MLP."""
+    kv_source: int | None = None
+    """The layer whose keys and values it reads; None: its own."""
 
 
 def attention(config: ModelConfig, kind: LayerKind) -> Iterator[Operation]:
@@ -136,15 +154,25 @@ def attention(config: ModelConfig, kind: LayerKind) -> Iterator[Operation]:
         yield from latent_attention(config, kind, config.latent)
         return
     factors = config.multipliers
-    into, sizes = factors.attention_in_multiplier, (config.num_heads, *(config.num_kv_heads,) * 2)
-    q, k, v = (heads * config.head_dim for heads in sizes)
-    yield scaled(_qkv(config, kind), (q, into), (k, into * factors.key_multiplier), (v, into))
-    normed = config.family.qk_norm if config.use_qk_norm else "none"
-    if normed == "unweighted" and kind.rope == UNROTATED:
-        normed = "none"
-    if normed != "none":
-        yield _qk_norm(config, kind)
-    yield Rotate(name="rotate", kind=kind.rope_kind)
+    pairs = config.head_dim // 2 if config.layer_head_dims else 0
+    if kind.kv_source is not None:
+        yield from _shared_queries(config, kind, pairs)
+    else:
+        into = factors.attention_in_multiplier
+        q, k = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        yield scaled(_qkv(config, kind), (q, into), (k, into * factors.key_multiplier), (k, into))
+        if _keys_are_values(config, kind):
+            yield KeysAsValues(name="keys_as_values")
+        if config.family.value_norms:
+            own = Parameter("attention.v_norm.weight", (Source(None, (config.head_dim,)),))
+            eps = config.rms_norm_eps
+            yield HeadNorm(name="v_norm", weight=own, eps=eps, offset=True, part=2)
+        normed = config.family.qk_norm if config.use_qk_norm else "none"
+        if normed == "unweighted" and kind.rope == UNROTATED:
+            normed = "none"
+        if normed != "none":
+            yield _qk_norm(config, kind)
+        yield Rotate(name="rotate", kind=kind.rope_kind, pairs=pairs)
     scale = config.attention_multiplier
     if scale is None:
         scale = float((config.query_pre_attn_scalar or config.head_dim) ** -0.5)
@@ -188,6 +216,7 @@ def attend(
         temperature=config.temperature if kind.rope == UNROTATED else None,
         shared_values=shared_values,
         value_padding=0 if config.value_dim is None else value_dim - config.value_dim,
+        keys_of=kind.kv_source,
     )
 
 
@@ -203,10 +232,36 @@ def _attention_gate(config: ModelConfig) -> Iterator[Operation]:
     yield GateOutput(name="gate_output", reads=("attended", "gate"), features=heads * size)
 
 
+def _keys_are_values(config: ModelConfig, kind: LayerKind) -> bool:
+    return config.keys_as_values and kind.window is None
+
+
+def _shared_queries(config: ModelConfig, kind: LayerKind, pairs: int) -> Iterator[Operation]:
+    """The queries of a layer that reads the keys and values of another one."""
+    name, *_ = config.family.qkv
+    heads, size = config.num_heads, config.head_dim
+    yield linear(
+        "attention.queries",
+        [(name, heads * size, None)],
+        config.hidden_size,
+        (name,) if config.attention_bias else (),
+        split=(heads,),
+        unit=size,
+    )
+    weight = vector("attention.q_norm", "self_attn.q_norm", size)
+    yield HeadNorm(name="q_norm", weight=weight, eps=config.rms_norm_eps, part=0)
+    yield Rotate(name="rotate", kind=kind.rope_kind, pairs=pairs, queries_only=True)
+
+
 def _qkv(config: ModelConfig, kind: LayerKind) -> Linear:
     """The projection to queries, keys and values of all heads, with rows ordered for rotation."""
     names, size, order = config.family.qkv, config.head_dim, _rows_of_head(config, kind.rope)
     heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+    biased = names if config.attention_bias else ()
+    if _keys_are_values(config, kind):
+        keys = {name: n * size for name, n in zip(names[:2], heads, strict=False)}
+        split = heads[:2]
+        return linear("attention.qkv", keys, config.hidden_size, biased, split=split, unit=size)
     selected = [None if order is None else replace(order, heads=n) for n in heads[:2]]
     parts: list[Part]
     if len(names) > 1:
@@ -226,7 +281,6 @@ def _qkv(config: ModelConfig, kind: LayerKind) -> Linear:
             (names[0], sum(heads) * size, replace(rows, start=start))
             for rows, start in zip((*filter(None, selected), as_stored), starts, strict=True)
         ]
-    biased = names if config.attention_bias else ()
     return linear("attention.qkv", parts, config.hidden_size, biased, split=heads, unit=size)
 
 
@@ -462,15 +516,21 @@ def mamba2(config: ModelConfig, kind: LayerKind) -> Iterator[Operation]:
 _ACTIVATIONS: dict[str, ActivationName] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
-def mlp(config: ModelConfig) -> Iterator[Operation]:
+def mlp(config: ModelConfig, sparsity: float = 0.0) -> Iterator[Operation]:
     """The MLP of a layer."""
     family = config.family
     names = (*family.gate_up, family.down)
-    return _mlp(config, "", names, config.intermediate_size, names if config.mlp_bias else ())
+    biased = names if config.mlp_bias else ()
+    return _mlp(config, "", names, config.intermediate_size, biased, sparsity)
 
 
 def _mlp(
-    config: ModelConfig, ours: str, names: Sequence[str], inner: int, biased: Container[str] = ()
+    config: ModelConfig,
+    ours: str,
+    names: Sequence[str],
+    inner: int,
+    biased: Container[str] = (),
+    sparsity: float = 0.0,
 ) -> Iterator[Operation]:
     """A gated MLP (Shazeer 2020, "GLU Variants Improve Transformer")."""
     hidden, (*up, down) = config.hidden_size, names
@@ -478,7 +538,7 @@ def _mlp(
     gate_up = dict.fromkeys(up, 2 * inner // len(up))
     inputs = linear(f"{ours}gate_up", gate_up, hidden, biased, split=(inner, inner))
     yield scaled(inputs, (inner, of_gate), (inner, 1.0))
-    yield activate(config, inner)
+    yield replace(activate(config, inner), sparsity=sparsity)
     yield scaled(linear(f"{ours}down", {down: hidden}, inner, biased), (hidden, of_output))
 
 
@@ -580,6 +640,10 @@ def experts(config: ModelConfig, moe: ExpertsConfig) -> Experts:
         correction = Parameter(
             "experts.correction.weight", (source,), (routed,), dtype=torch.float32
         )
+    scales = None
+    if traits.parallel_to_mlp is not None:
+        source = Source(traits.parallel_to_mlp.expert_scales, (routed,))
+        scales = Parameter("experts.scales.weight", (source,), dtype=torch.float32)
     total = routed + always
     return Experts(
         name="experts",
@@ -596,6 +660,8 @@ def experts(config: ModelConfig, moe: ExpertsConfig) -> Experts:
         down_bias=bias("down", first.down, hidden),
         shared=always,
         scaled_inputs=traits.scaled_inputs,
+        expert_scales=scales,
+        router_input=traits.parallel_to_mlp is not None,
     )
 
 
@@ -706,7 +772,7 @@ def model_plan(config: ModelConfig) -> ModelPlan:
     head = embedding
     if not config.tie_word_embeddings:
         head = matrix("lm_head", "lm_head", config.vocab_size, config.hidden_size)
-    scale = config.embedding_multiplier
+    scale, altup = config.embedding_multiplier, config.altup
     if config.family.scaled_embeddings:
         scale = config.hidden_size**0.5
     return ModelPlan(
@@ -719,6 +785,9 @@ def model_plan(config: ModelConfig) -> ModelPlan:
         logit_scale=1.0 / config.logits_scaling,
         rope_kinds=len(ropes),
         rope_by_length=any(rope.scaling.by_length for rope in ropes),
+        layer_inputs=_layer_inputs(config),
+        before=None if altup is None else _before(config, altup),
+        after=None if altup is None else _after(config, altup),
     )
 
 
@@ -771,35 +840,190 @@ def _layer_kind(config: ModelConfig, layer: int, ropes: list[Rope]) -> LayerKind
         *(config.window(layer), rope, ropes.index(rope)),
         *(config.mixers(layer), config.feed_forward(layer)),
         config.layer_heads[layer] if config.layer_heads else None,
+        config.layer_head_dims[layer] if config.layer_head_dims else None,
+        config.layer_widths[layer] if config.layer_widths else None,
+        config.layer_sparsity[layer] if config.layer_sparsity else 0.0,
+        config.kv_source(layer),
     )
 
 
 def _layer(config: ModelConfig, kind: LayerKind) -> Iterator[Operation]:
-    if kind.heads is not None:
-        heads, kv_heads = kind.heads
-        config = replace(config, num_heads=heads, num_kv_heads=kv_heads, layer_heads=())
-    family = config.family
+    config = _of_kind(config, kind)
+    family, altup = config.family, config.altup
     own = (family.norms_of[mixer] for mixer in kind.mixers if mixer in family.norms_of)
     norms, scale = next(own, family.layer_norms), config.residual_multiplier
-    parallel = family.parallel_residual
+    feed_forward = list(_feed_forward(config, kind))
+    if altup is not None:
+        yield from _predicted_stream(config, altup)
     if kind.mixers:
         mixers = list(_mixers(config, kind))
         if norms.input is not None:
+            always = family.parallel_residual or altup is not None
             own_norm = norm(config, "input_norm", norms.input)
-            yield _named(own_norm, "normed", mixers, always=parallel)
+            yield _named(own_norm, "normed", mixers, always=always)
         yield from mixers
         if norms.attention_output is not None:
             yield norm(config, "attention_output_norm", norms.attention_output)
-        yield Residual(name="residual", scale=scale * config.attention_value_scale)
+        added = Residual(name="residual", scale=scale * config.attention_value_scale)
+        yield _named(added, "attended", feed_forward, always=altup is not None)
+    if altup is not None:
+        yield from _laurel(config, altup)
     if kind.feed_forward is None:
         return
-    feed_forward = list(_feed_forward(config, kind))
     if norms.mlp is not None:
         yield _named(norm(config, "mlp_norm", norms.mlp), "mlp_normed", feed_forward)
     yield from feed_forward
     if norms.mlp_output is not None:
         yield norm(config, "mlp_output_norm", norms.mlp_output)
-    yield Residual(name="residual", scale=scale)
+    yield Residual(name="residual", scale=scale, writes="" if altup is None else "updated")
+    if altup is not None:
+        yield from _corrected_streams(config, altup)
+    elif config.layer_input_size:
+        yield from _layer_input(config)
+        yield Residual(name="residual")
+    if config.family.layer_scalars:
+        scalar = Parameter("scalar.weight", (Source("layer_scalar", (1,)),))
+        yield Multiply(name="layer_scalar", weight=scalar)
+        yield Replace(name="output")
+
+
+def _of_kind(config: ModelConfig, kind: LayerKind) -> ModelConfig:
+    """The config of a model that has only layers of this kind."""
+    if kind.heads is not None:
+        heads, kv_heads = kind.heads
+        config = replace(config, num_heads=heads, num_kv_heads=kv_heads, layer_heads=())
+    if kind.head_dim is not None:
+        config = replace(config, head_dim=kind.head_dim)
+    return config if kind.width is None else replace(config, intermediate_size=kind.width)
+
+
+# Gemma 4's mixtures of experts, whose output is added to an MLP's.
+
+
+def _parallel_mixture(
+    config: ModelConfig, moe: ExpertsConfig, names: MixtureNorms
+) -> Iterator[Operation]:
+    """The mixture of a layer after its MLP; both read the hidden states after attention."""
+    yield replace(norm(config, "dense_norm", names.mlp_output), writes="dense")
+    scale = Parameter("router_norm.weight", (Source(names.router, (config.hidden_size,)),))
+    of_router = Norm(name="router_norm", weight=scale, eps=config.rms_norm_eps)
+    yield replace(of_router, reads=("attended",))
+    factor = config.hidden_size**-0.5
+    yield Multiply(name="router_scale", factor=factor, writes="router_input")
+    inputs = norm(config, "experts_norm", names.input)
+    yield replace(inputs, reads=("attended",), writes="experts_input")
+    yield replace(experts(config, moe), reads=("experts_input", "router_input"))
+    yield replace(norm(config, "experts_output_norm", names.output), writes="mixture")
+    yield Add(name="sum", reads=("dense", "mixture"))
+
+
+# Per-layer embeddings, and the streams of Gemma 3n.
+
+
+def _layer_inputs(config: ModelConfig) -> LayerPlan | None:
+    """The inputs of all layers that depend on the token; None: they have none."""
+    hidden, size = config.hidden_size, config.layer_input_size
+    if not size:
+        return None
+    features = config.num_layers * size
+    inputs = LayerInputs(
+        name="layer_inputs",
+        table=matrix("table", "embed_tokens_per_layer", config.layer_input_vocab, features),
+        projection=matrix("projection", "per_layer_model_projection", features, hidden),
+        norm=vector("norm", "per_layer_projection_norm", size),
+        eps=config.rms_norm_eps,
+        vocab_size=config.vocab_size,
+        writes="layer_inputs",
+    )
+    return LayerPlan((inputs, Replace(name="output")))
+
+
+def _before(config: ModelConfig, altup: AltUpConfig) -> LayerPlan:
+    """Embeddings become streams."""
+    expand = ExpandStreams(name="expand", projections=_projections(config, altup, ""))
+    return LayerPlan((expand, Replace(name="streams")))
+
+
+def _after(config: ModelConfig, altup: AltUpConfig) -> LayerPlan:
+    """Streams become the hidden states of a token."""
+    merge = MergeStreams(name="merge", projections=_projections(config, altup, "unembed_"))
+    return LayerPlan((merge, Replace(name="output")))
+
+
+def _projections(config: ModelConfig, altup: AltUpConfig, kind: str) -> tuple[Parameter, ...]:
+    """The matrices of all streams but the first."""
+    size, name = config.hidden_size, f"altup_{kind}projections"
+    return tuple(
+        matrix(f"streams.{stream}", f"{name}.{stream}", size, size)
+        for stream in range(altup.num_streams - 1)
+    )
+
+
+def _layer_input(config: ModelConfig) -> Iterator[Operation]:
+    """The layer's input of the token, gated by hidden states and projected to them."""
+    hidden, size = config.hidden_size, config.layer_input_size
+    yield LayerInput(
+        name="layer_input",
+        gate=matrix("layer_input.gate", "per_layer_input_gate", size, hidden),
+        projection=matrix("layer_input.projection", "per_layer_projection", hidden, size),
+        activate=activate(config, size),
+    )
+    yield norm(config, "layer_input_norm", "post_per_layer_input_norm")
+
+
+def _routed_streams(
+    config: ModelConfig, altup: AltUpConfig, name: str, rows: int
+) -> dict[str, Any]:
+    """The fields of a `RoutedStreams` with this number of coefficients."""
+    streams, hidden = altup.num_streams, config.hidden_size
+    router = matrix("altup.router", "altup.modality_router", streams, hidden)
+    return {
+        "norm": vector("altup.router_norm", "altup.router_norm", hidden),
+        "router": router._replace(exact=True),
+        "coefs": matrix(f"altup.{name}", f"altup.{name}", rows, streams)._replace(exact=True),
+        "eps": config.rms_norm_eps,
+        "active": altup.active,
+    }
+
+
+def _predicted_stream(config: ModelConfig, altup: AltUpConfig) -> Iterator[Operation]:
+    """Predict the streams; the active one becomes the hidden states of the layer."""
+    fields = _routed_streams(config, altup, "prediction_coefs", altup.num_streams**2)
+    yield PredictStreams(name="predict", writes="predictions", **fields)
+    yield SelectStream(name="active", index=altup.active)
+    yield Replace(name="active")
+
+
+def _laurel(config: ModelConfig, altup: AltUpConfig) -> Iterator[Operation]:
+    """The mean of attention and of a residual of low rank, times the root of 2."""
+    hidden, rank = config.hidden_size, altup.laurel_rank
+    yield Laurel(
+        name="laurel",
+        left=matrix("laurel.left", "laurel.linear_left", rank, hidden),
+        right=matrix("laurel.right", "laurel.linear_right", hidden, rank),
+        norm=vector("laurel.norm", "laurel.post_laurel_norm", hidden),
+        eps=config.rms_norm_eps,
+        reads=("normed",),
+        writes="laurel",
+    )
+    yield Add(name="sum", reads=("attended", "laurel"), factor=2**-0.5)
+    yield Replace(name="sum")
+
+
+def _corrected_streams(config: ModelConfig, altup: AltUpConfig) -> Iterator[Operation]:
+    """Correct the streams, and add the layer's input of the token to all but the first."""
+    fields = _routed_streams(config, altup, "correction_coefs", altup.num_streams)
+    reads = ("predictions", "updated")
+    yield CorrectStreams(name="correct", reads=reads, writes="corrected", **fields)
+    if config.layer_input_size:
+        yield SelectStream(name="active", index=altup.active)
+        if altup.scaled:
+            source = Source("altup.correct_output_scale", (config.hidden_size,))
+            yield Multiply(name="scale", weight=Parameter("altup.scale.weight", (source,)))
+        first, last = _layer_input(config)
+        yield from (first, replace(last, writes="token_input"))
+        yield AddToOthers(name="add", reads=("corrected", "token_input"))
+    yield Replace(name="streams")
 
 
 def _named(
@@ -811,13 +1035,20 @@ def _named(
 
 def _feed_forward(config: ModelConfig, kind: LayerKind) -> Iterator[Operation]:
     """The operations of the MLP or the experts of a layer."""
+    if kind.feed_forward is None:
+        return
     if kind.feed_forward == "mlp":
-        up, *rest = mlp(config)
+        up, *rest = mlp(config, kind.sparsity)
         yield replace(up, reads=("normed",)) if config.family.parallel_residual else up
         yield from rest
         return
-    moe = config.experts
+    moe, traits = config.experts, config.family.experts
     assert moe is not None, "a layer with experts"
+    assert traits is not None
+    if traits.parallel_to_mlp is not None:
+        yield from mlp(config, kind.sparsity)
+        yield from _parallel_mixture(config, moe, traits.parallel_to_mlp)
+        return
     routed = experts(config, moe)
     if not moe.shared_expert_intermediate_size:
         yield routed
@@ -858,7 +1089,7 @@ def fused_layout(config: ModelConfig) -> dict[str, Parameter]:
     return {parameter.name: parameter for parameter in model_plan(config).parameters()}
 
 
-_NEVER_INT4 = ("embed_tokens.weight", "lm_head.weight")
+_NEVER_INT4 = ("embed_tokens.weight", "layer_inputs.table.weight", "lm_head.weight")
 
 
 def parameter_bytes(parameter: Parameter, kernels: Kernels, dtype: torch.dtype) -> int:

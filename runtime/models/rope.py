@@ -11,7 +11,7 @@ import torch
 from ..arguments import Range, check_fields
 from ..errors import ConfigError
 
-RopeType = Literal["default", "linear", "llama3", "yarn", "longrope", "dynamic"]
+RopeType = Literal["default", "linear", "llama3", "yarn", "longrope", "dynamic", "proportional"]
 
 Factor = Annotated[float, Range(1e-9, 1e9)]
 """Logarithms and quotients of factors stay finite in float32."""
@@ -25,7 +25,9 @@ class RopeScaling:
 
     `linear` divides every frequency by `factor`; `llama3` and `yarn` divide the low ones, keep the
     high ones and blend those between. `longrope` and `dynamic` depend on the length of the sequence
-    (see `modules.py`). Raises `ConfigError` if the type is unknown, or a number is out of range.
+    (see `modules.py`). `proportional` rotates the first pairs of a head as a rotation of all pairs
+    does, with frequencies divided by `factor`, and not the others (Gemma 4). Raises `ConfigError`
+    if the type is unknown, or a number is out of range.
     """
 
     type: RopeType = "default"
@@ -116,14 +118,19 @@ class Rope(NamedTuple):
     theta: float
     scaling: RopeScaling = UNSCALED
     partial: float = 1.0
-    """Share of the elements of a head, from the first on, that is rotated; 0: none."""
+    """Share of the elements of a head, from the first on, that is rotated; 0: none. Of
+    `proportional` ropes the share of its pairs (i, i + head_dim / 2)."""
+    head_dim: int = 0
+    """Elements of a head where layers differ in them; 0: of every layer the same."""
 
     def dim(self, head_dim: int) -> int:
         """Elements that the share amounts to; frequencies are computed from this number."""
-        return int(head_dim * self.partial)
+        return int((self.head_dim or head_dim) * self.partial)
 
     def rotated_elements(self, head_dim: int) -> int:
-        """Elements of a head that are rotated: `dim`, rounded up to whole pairs."""
+        """Elements of a head that are rotated, or paired: `dim`, rounded up to whole pairs."""
+        if self.scaling.type == "proportional":
+            return self.head_dim or head_dim
         dim = self.dim(head_dim)
         return dim + dim % 2
 
@@ -166,7 +173,12 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> torch.Tensor:
     frequencies depend on the length, they are those within the first training's context.
     """
     frequencies = torch.zeros(head_dim // 2)
-    if dim := rope.dim(head_dim):
+    if rope.scaling.type == "proportional":
+        whole = rope.head_dim or head_dim
+        pairs = int(rope.partial * whole // 2)
+        exponents = pair_exponents(whole)[:pairs]
+        frequencies[:pairs] = 1.0 / rope.theta**exponents / rope.scaling.factor
+    elif dim := rope.dim(head_dim):
         rotated = _rotated_frequencies(rope, dim)
         frequencies[: rotated.numel()] = rotated
     return frequencies

@@ -11,7 +11,12 @@ from hypothesis import strategies as st
 from stepgraph.runtime import kernels
 from stepgraph.runtime.kernels import Routing, packed_experts, reference_experts
 from stepgraph.runtime.kernels.ops import experts as module
-from stepgraph.runtime.kernels.ops.experts import by_expert, reference_choice, reference_route
+from stepgraph.runtime.kernels.ops.experts import (
+    by_expert,
+    reference_choice,
+    reference_products,
+    reference_route,
+)
 from stepgraph.runtime.kernels.ops.experts_operator import opaque_experts
 from stepgraph.runtime.kernels.ops.linear import LinearTensors
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -124,6 +129,28 @@ def test_padding_uses_no_expert(mixture: Mixture, live: list[bool]) -> None:
     garbage = torch.where(live_T[:, None], x, 1e30)
     torch.testing.assert_close(reference_experts(op, garbage, tensors, live_T), expected)
     torch.testing.assert_close(by_block(mixture, garbage, live_T), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("tokens", [1, 9, 70])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_router_has_inputs_and_experts_have_scales(tokens: int, dtype: torch.dtype) -> None:
+    """As a router of these inputs, and experts whose outputs have the scales."""
+    mixture = make_mixture(
+        Routing(3, normalised=True), hidden=13, shared=1, dtype=dtype, router_input=True
+    )
+    op, tensors, _ = mixture
+    assert tensors.expert_scales is not None
+    x, router_x = inputs(mixture, tokens), inputs(mixture, tokens + 1)[:tokens]
+    weights_TK, experts_TK = choice(mixture, router_x)
+    scales_E = torch.nn.functional.pad(tensors.expert_scales, (0, op.shared), value=1.0)
+    expected = reference_products(op, x, tensors, weights_TK * scales_E[experts_TK], experts_TK)
+    operators = [(reference_experts, tensors), (opaque_experts, tensors)]
+    if kernels.have_compiler():
+        operators.append((packed_experts, packed(mixture)))
+    within = (1e-5 if dtype == torch.float32 else 0.02) * expected.abs().max().item()
+    for run, own in operators:
+        found = run(op, x, own, None, router_x)
+        torch.testing.assert_close(found, expected, rtol=0, atol=within)
 
 
 def test_compiled_steps_call_one_operator() -> None:

@@ -47,9 +47,14 @@ CASES: dict[str, tuple[str, dict[str, Any], bool]] = {
     "gemma3": ("Gemma3", {}, True),
     "gemma4": (
         "Gemma4",
-        {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
-        False,
+        {
+            **{"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 128},
+            **{"num_kv_shared_layers": 2, "global_head_dim": 24, "num_hidden_layers": 4},
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
+        True,
     ),
+    "gemma4_unified": ("Gemma4Unified", {"global_head_dim": 24}, True),
 }
 """Name of the classes, the text's sizes beyond `SIZES`, and whether the family is native."""
 
@@ -158,3 +163,36 @@ def test_kimi_is_a_deepseek(tmp_path: Path, model_type: str, inner: str | None) 
     found = read_config(tmp_path)
     assert isinstance(found, ModelConfig)
     assert found.model_type == "deepseek_v3"
+
+
+def test_gemma_3n_of_a_published_checkpoint(tmp_path: Path) -> None:
+    """Layers that share keys and values are published with projections of their own; the vision
+    tower needs a package, so only the text is written."""
+    text = {
+        **SIZES,
+        **{"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 128, "laurel_rank": 4},
+        **{"num_hidden_layers": 4, "num_kv_shared_layers": 2},
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    }
+    torch.manual_seed(3)
+    model = transformers.Gemma3nForCausalLM._from_config(transformers.Gemma3nTextConfig(**text))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1, mean=float(parameter.dim() == 1))
+    model.eval().save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    tensors = {name.replace("model.", "model.language_model.", 1): t for name, t in stored.items()}
+    for layer in (2, 3):
+        for name in ("k_proj", "v_proj", "k_norm"):
+            own = stored[f"model.layers.{layer - 2}.self_attn.{name}.weight"]
+            tensors[f"model.language_model.layers.{layer}.self_attn.{name}.weight"] = own.clone()
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    inner = json.loads((tmp_path / "config.json").read_text())
+    config = {"model_type": "gemma3n", "architectures": ["Gemma3nForConditionalGeneration"]}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"text_config": inner}))
+    assert isinstance(read_config(tmp_path), ModelConfig)
+    prompt = list(range(3, 40))
+    with torch.no_grad():
+        expected = model(input_ids=torch.tensor([prompt])).logits[0, 9:]
+    with opened(tmp_path, prefill_chunk=16, block_size=4) as engine:
+        found = engine.score(prompt, 10)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)

@@ -101,6 +101,8 @@ _DOTS3 = {
     "shared_experts_intermediate_size": EXPERT_FEATURES,
     "sliding_window": 7,
 }
+_PLACEHOLDERS = dict.fromkeys(("image_token_id", "video_token_id", "audio_token_id"), VOCAB_SIZE)
+"""Tokens that the text model would take for images, if it generated them."""
 EXCEPTIONS: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
     "blt": _BLT | {"encoder_hash_byte_group_vocab": 50, "num_hidden_layers": 3},
@@ -128,7 +130,9 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "falcon_h1": {"mamba_d_ssm": 96},
     "gemma3": {"image_token_index": VOCAB_SIZE - 1},
     "gemma3n_text": _HYBRID_GEMMA | {"activation_sparsity_pattern": [0.95] * 2 + [0.0] * 4},
+    "gemma4": _PLACEHOLDERS,
     "gemma4_unified": {
+        **_PLACEHOLDERS,
         **dict.fromkeys(("vision_config.mm_embed_dim", "vision_config.output_proj_dims"), HIDDEN),
         "vision_config.mm_posemb_size": 16,
         "vision_config.patch_size": 4,

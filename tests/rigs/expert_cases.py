@@ -50,6 +50,7 @@ def expert_operation(
     biases: bool = False,
     correction: bool = False,
     scaled_inputs: bool = False,
+    router_input: bool = False,
 ) -> Experts:
     """A mixture whose parameters have the names that they have in a layer."""
     total, features = routed + shared, activate.features
@@ -61,6 +62,7 @@ def expert_operation(
         return parameter(f"{name}.bias", size) if biases else None
 
     added = parameter("correction.weight", routed, dtype=torch.float32)
+    scales = parameter("scales.weight", routed, dtype=torch.float32)
     return Experts(
         name="experts",
         router=parameter("router.weight", routed, hidden, exact=True),
@@ -74,6 +76,8 @@ def expert_operation(
         down_bias=bias("down", total * hidden),
         shared=shared,
         scaled_inputs=scaled_inputs,
+        expert_scales=scales if router_input else None,
+        router_input=router_input,
     )
 
 
@@ -108,6 +112,7 @@ def make_mixture(
         random(op.router),
         optional(op.router_bias),
         optional(op.correction),
+        optional(op.expert_scales),
         LinearTensors(random(op.gate_up), None, optional(op.gate_up_bias)),
         LinearTensors(random(op.down), None, optional(op.down_bias)),
     )

@@ -56,6 +56,11 @@ EXPERT_VARIANTS: dict[str, dict[str, Any]] = {
         **variant("gpt_oss", 4, num_local_experts=6, top_k=3, features=31, window=11, tied=False),
         **{"swiglu_limit": 0.8, "rope_parameters": YARN | {"truncate": False}},
     },
+    "gemma4_experts": {
+        **variant("gemma4_text", "sfsf", window=9, head_dim=12, hidden_size_per_layer_input=0),
+        **{"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "global_head_dim": 20},
+        "moe_intermediate_size": 22,
+    },
     "gpt_oss_odd": {
         **variant("gpt_oss", "ffs", hidden=37, heads=3, kv_heads=1, head_dim=10, window=5),
         **{"num_local_experts": 3, "num_experts_per_tok": 1, "swiglu_alpha": 1.1},

@@ -94,6 +94,32 @@ FAMILY_VARIANTS: dict[str, dict[str, Any]] = {
         **variant("glm4", head_dim=12, kv_heads=6, partial_rotary_factor=0.75, tied=False),
         **{"attention_bias": False, "rms_norm_eps": 1e-3},
     },
+    "gemma4": {
+        **variant(
+            "gemma4_text",
+            "ssfsf",
+            kv_heads=3,
+            head_dim=10,
+            window=11,
+            hidden_size_per_layer_input=0,
+        ),
+        **{"global_head_dim": 16, "num_global_key_value_heads": 2, "attention_k_eq_v": True},
+        "final_logit_softcapping": 9.0,
+    },
+    "gemma4_layer_inputs": {
+        **variant("gemma4_text", "sfssfsf", kv_heads=1, head_dim=10, window=13, tied=False),
+        **{"global_head_dim": 12, "num_kv_shared_layers": 3, "use_double_wide_mlp": True},
+        **{"hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 97},
+    },
+    "gemma4_unified": variant(
+        "gemma4_unified_text", "ssfsf", window=12, global_head_dim=24, num_kv_shared_layers=2
+    ),
+    # Tokens from 90 on have the input of token 0.
+    "gemma3n": {
+        **variant("gemma3n_text", "sfssfsf", head_dim=12, window=11, num_kv_shared_layers=3),
+        **{"hidden_size_per_layer_input": 10, "vocab_size_per_layer_input": 90, "laurel_rank": 6},
+        "activation_sparsity_pattern": [0.95, 0.95, 0.5, 0.0, 0.0, 0.0, 0.9],
+    },
     # int(0.5 * 10) = 5 elements, rounded up to 6.
     "glm4_odd": variant("glm4", head_dim=10, attention_bias=True),
 }

@@ -199,12 +199,13 @@ def randomize(model: PreTrainedModel) -> None:
 
     Matrices are scaled by the number of their inputs, so that what a layer adds is of order one,
     and embeddings are small, because a model with tied ones would otherwise repeat its last token.
-    Gemma multiplies its embeddings by the root of the hidden size. It and Qwen3-Next multiply norms
-    by one plus their weight, but not the norms in layers with the delta rule.
+    Gemma multiplies its embeddings by the root of the hidden size. Gemma 2 and 3 and Qwen3-Next
+    multiply norms by one plus their weight, but not the norms in layers with the delta rule.
     """
     torch.manual_seed(3)
     gemma = model.config.model_type.startswith("gemma")
-    one = 0.0 if gemma or model.config.model_type.startswith(("qwen3_next", "qwen3_5")) else 1.0
+    offset = ("gemma2", "gemma3_text", "qwen3_next", "qwen3_5")
+    one = 0.0 if model.config.model_type.startswith(offset) else 1.0
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(("bias", "sinks")):
@@ -217,6 +218,10 @@ def randomize(model: PreTrainedModel) -> None:
                 parameter.uniform_(-3.0, 1.0)
             elif name.endswith(".D"):
                 parameter.normal_(1.0, 0.5)
+            elif gemma and parameter.dim() == 1:  # scales of Gemma 3n and 4
+                parameter.normal_(one, 0.2)
+            elif "per_layer" in name or "altup." in name:
+                parameter.normal_(0.0, 0.7 * parameter.shape[-1] ** -0.5)
             elif "embed_tokens" in name or "lm_head" in name:
                 parameter.normal_(0.0, 0.02 if gemma else 0.3)
             else:
@@ -224,6 +229,8 @@ def randomize(model: PreTrainedModel) -> None:
         for name, buffer in model.named_buffers():
             if name.endswith(("correction_bias", "expert_bias")):
                 buffer.normal_(0.0, 0.3)
+            elif name.endswith("layer_scalar"):  # exact in bfloat16
+                buffer.copy_(torch.randint(45, 80, (1,)) / 64)
 
 
 CORPUS = ["def main(): return 'the naïve café' # stop here, then there and over there"] * 8

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from statistics import NormalDist
 from typing import Literal
 
 import torch
@@ -21,8 +22,12 @@ def gated_activation(operation: Activate) -> Gated:
     """Return the function of gate and up, `[T, F]` each, that an operation computes."""
     limit, alpha, offset = operation.limit, operation.alpha, operation.up_offset
     gelu = operation.function == "gelu_tanh"
+    deviations = NormalDist().inv_cdf(operation.sparsity) if operation.sparsity else None
 
     def gated(gate_TF: Tensor, up_TF: Tensor) -> Tensor:
+        if deviations is not None:
+            spread_T1, mean_T1 = torch.std_mean(gate_TF, -1, correction=0, keepdim=True)
+            gate_TF = F.relu(gate_TF - (mean_T1 + spread_T1 * deviations))
         if limit:
             gate_TF, up_TF = gate_TF.clamp(max=limit), up_TF.clamp(-limit, limit)
         if offset:
@@ -47,6 +52,9 @@ class Activate(Operation):
     alpha: float = 1.0
     """Factor of the gate inside the sigmoid of silu."""
     up_offset: float = 0.0
+    sparsity: float = 0.0
+    """Share of the gates that become zero, if they are normally distributed: those below the mean
+    plus this quantile of standard deviations, which is subtracted from the others (Gemma 3n)."""
 
     def bind(self, to: Binding) -> Run:
         gated = per_token(to.kernels, gated_activation(self))
@@ -55,6 +63,8 @@ class Activate(Operation):
     def rank_obstacle(self, ranks: int) -> Iterator[str]:
         if self.features % ranks:
             yield f"{ranks} does not divide {self.features} features of an MLP (intermediate_size)"
+        if self.sparsity and ranks > 1:
+            yield "the sparsity of its activations depends on all features of an MLP"
 
     def shard(self, layer: ShardedLayer, following: Operation | None) -> Iterator[Operation]:
         yield replace(self, features=len(layer.rank.part(self.features)))

@@ -50,7 +50,7 @@ class AttentionForm(NamedTuple):
 
 
 _SCHEMA = (
-    "(Tensor q, Tensor k, Tensor? v, Tensor(a!) arena, int layer, Tensor positions, Tensor slots,"
+    "(Tensor q, Tensor? k, Tensor? v, Tensor(a!) arena, int layer, Tensor positions, Tensor slots,"
     " Tensor token_rows, Tensor rows, Tensor block_tables, SymInt read_blocks, int block_size,"
     " SymInt? tokens_per_row, Tensor? query_start_loc, float scale, int window, float softcap,"
     " str storage, int value_dim, int chunk, Tensor? sinks) -> Tensor"
@@ -59,7 +59,8 @@ _SCHEMA = (
 Compiled code would be specific to an `int`, and one version serves all values of a `SymInt`."""
 
 PagedAttention = Callable[
-    [Tensor, Tensor, "Tensor | None", Tensor, LayerPlace, RaggedBatch, AttentionForm], Tensor
+    [Tensor, "Tensor | None", "Tensor | None", Tensor, LayerPlace, RaggedBatch, AttentionForm],
+    Tensor,
 ]
 
 
@@ -80,7 +81,7 @@ def define_paged_attention(name: str, implementation: PagedAttention) -> PagedAt
         )
         return out
 
-    def run(q: Tensor, k: Tensor, v: Tensor | None, arena: Tensor, *rest: Any) -> Tensor:
+    def run(q: Tensor, k: Tensor | None, v: Tensor | None, arena: Tensor, *rest: Any) -> Tensor:
         layer, positions, slots, token_rows, rows, tables, *sizes = rest
         batch = RaggedBatch(positions, slots[None], token_rows, rows, tables[None], *sizes[:4])
         form = AttentionForm(*sizes[4:])
@@ -97,7 +98,7 @@ def define_paged_attention(name: str, implementation: PagedAttention) -> PagedAt
 
 def reference_paged_attention(
     q_THD: Tensor,
-    k_TGD: Tensor,
+    k_TGD: Tensor | None,
     v_TGE: Tensor | None,
     arena: Tensor,
     place: LayerPlace,
@@ -106,13 +107,15 @@ def reference_paged_attention(
 ) -> Tensor:
     """Attention `[T, H, E]` in plain PyTorch, with static shapes and no synchronisation.
 
-    q, k and v have one dtype, also the arena's if it stores the model's dtype. The softmax is in
-    float32. `arena[place.position]` is written in place. Each row reads `batch.read_blocks` blocks,
-    whatever its length. A uniform batch attends in one call, each row over its own blocks. A ragged
-    batch processes one row after the other, in which all tokens of other rows see nothing.
+    Without keys nothing is written: another layer has written the keys and values of the step to
+    this place. q, k and v have one dtype, also the arena's if it stores the model's dtype. The
+    softmax is in float32. `arena[place.position]` is written in place. Each row reads
+    `batch.read_blocks` blocks, whatever its length. A uniform batch attends in one call, each row
+    over its own blocks. A ragged batch processes one row after the other, in which all tokens of
+    other rows see nothing.
     """
     kv, device = arena[place.position], q_THD.device
-    for side, x_TGX in zip(kv, (k_TGD, v_TGE), strict=False):
+    for side, x_TGX in zip(kv, () if k_TGD is None else (k_TGD, v_TGE), strict=False):
         assert x_TGX is not None, "an arena with two sides needs keys and values"
         write_side(side, batch.slots[place.group], x_TGX, batch.block_size, form.storage)
     position_L = torch.arange(batch.read_blocks * batch.block_size, device=device)
@@ -204,6 +207,21 @@ def _attend(
     return torch.cat((scores, sink), dim=-1).softmax(-1)[..., :-1].to(v.dtype) @ v
 
 
+@dataclass(frozen=True, kw_only=True)
+class KeysAsValues(Operation):
+    """Of (queries, keys), queries, keys and values: one projection makes both (Gemma 4)."""
+
+    @property
+    def title(self) -> str:
+        return "values that are the keys"
+
+    def bind(self, to: Binding) -> Run:
+        return lambda qk, step: (*qk, qk[1])
+
+    def needed_units(self, split: tuple[int, ...], layer: ShardedLayer) -> Sequence[range] | None:
+        return layer.rank_heads[: len(split)]
+
+
 class AttentionTemperature(NamedTuple):
     """Factor of queries at position p, 1 + scale * log(1 + floor((p + 1) / floor)) (Llama 4)."""
 
@@ -238,6 +256,9 @@ class Attend(Operation):
     value_padding: int = 0
     """Elements at the end of each value that are zeros, and left out of the result: values are
     shorter than keys (MiMo-V2)."""
+    keys_of: int | None = None
+    """The layer whose keys and values it reads; it writes none, and takes queries only (Gemma 3n).
+    None: its own."""
 
     @property
     def query_features(self) -> int:
@@ -269,7 +290,13 @@ class Attend(Operation):
         return () if self.sinks is None else (self.sinks,)
 
     @property
+    def source_layer(self) -> int | None:
+        return self.keys_of
+
+    @property
     def states(self) -> tuple[PagedState, ...]:
+        if self.keys_of is not None:
+            return ()
         window = None if self.shared_values else self.reach or None
         return (PagedState(self.kv_heads, self.head_dim, window, self.sides),)
 
@@ -294,11 +321,12 @@ class Attend(Operation):
         constants = self.form(to.storage)[:-1]
 
         def run(value: tuple[Tensor, ...], step: LayerStep) -> Tensor:
-            q_THE, k_TGE, *values = value
+            q_THE, *written = value
             if temper is not None:
                 q_THE = temper(q_THE, step.batch.positions)
             form = AttentionForm(*constants, None if sinks is None else sinks.weight)
-            v_TGE, arena = values[0] if values else None, step.arenas[place.layout]
+            k_TGE, v_TGE = (*written, None, None)[:2]
+            arena = step.arenas[place.layout]
             attended_THE = attention(q_THE, k_TGE, v_TGE, arena, place, step.batch, form)
             if kept is not None:
                 attended_THE = attended_THE[..., :kept]

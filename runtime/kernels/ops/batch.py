@@ -122,6 +122,9 @@ class RaggedBatch:
     `rope_lengths.py`); None where they do not depend on it."""
     states: RowStates | None = None
     """Recurrent state; None if no layer has any."""
+    token_ids: Tensor | None = None
+    """int64 `[T]`: the tokens, for layers that read embeddings of their own (`LayerInputs`). Token
+    0 where a prompt has embeddings; None: not known, as in drafters."""
 
     @property
     def live_tokens(self) -> Tensor:

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -84,6 +85,10 @@ class Experts(Operation):
     shared: int = 0
     scaled_inputs: bool = False
     """Whether scores multiply the input of an expert, not its output (Llama 4)."""
+    expert_scales: Parameter | None = None
+    """float32 `[routed]`: factor of the score of each expert, after the choice (Gemma 4)."""
+    router_input: bool = False
+    """Whether the value is (input of the experts, input of the router), and not the same one."""
 
     @property
     def routed(self) -> int:
@@ -116,28 +121,33 @@ class Experts(Operation):
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
-        optional = (self.router_bias, self.correction, self.gate_up_bias, self.down_bias)
+        optional = (
+            *(self.router_bias, self.correction, self.expert_scales),
+            *(self.gate_up_bias, self.down_bias),
+        )
         required = (self.router, self.gate_up, self.down)
         return (*required, *(p for p in optional if p is not None))
 
     def bind(self, to: Binding) -> Run:
         router = to.module(self.router, Vector)
-        correction = None
-        if self.correction is not None:
-            dtype = self.correction.dtype
-            correction = to.module(self.correction, lambda: Vector(dtype))
+        correction, scales = (
+            None if p is None else to.module(p, partial(Vector, p.dtype))
+            for p in (self.correction, self.expert_scales)
+        )
         gate_up, down = projection(to, self.gate_up), projection(to, self.down)
-        run_experts = to.kernels.experts
+        run_experts, router_input = to.kernels.experts, self.router_input
 
-        def run(x_TD: Tensor, step: LayerStep) -> Tensor:
+        def run(value: Any, step: LayerStep) -> Tensor:
+            x_TD, router_TD = value if router_input else (value, None)
             tensors = ExpertTensors(
                 router.weight,
                 router.bias,
                 None if correction is None else correction.weight,
+                None if scales is None else scales.weight,
                 LinearTensors(gate_up.weight, gate_up.scales, gate_up.bias),
                 LinearTensors(down.weight, down.scales, down.bias),
             )
-            return run_experts(self, x_TD, tensors, step.batch.live_tokens)
+            return run_experts(self, x_TD, tensors, step.batch.live_tokens, router_TD)
 
         return run
 
@@ -181,6 +191,8 @@ class ExpertTensors(NamedTuple):
     """`[R]`."""
     correction: Tensor | None
     """float32 `[R]`."""
+    expert_scales: Tensor | None
+    """float32 `[R]`."""
     gate_up: LinearTensors
     """Weight `[E * 2F, D]`, or each gate and up packed: `[E * 2 * ceil(F / 32), steps, 32, w]`."""
     down: LinearTensors
@@ -199,7 +211,7 @@ def _each(linear: LinearTensors, function: Callable[[Tensor], Tensor]) -> Linear
 
 
 def reference_route(
-    op: Experts, logits_TR: Tensor, correction_R: Tensor | None
+    op: Experts, logits_TR: Tensor, correction_R: Tensor | None, scales_R: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return the scores, float32 `[T, top_k]`, and the experts, int64 `[T, top_k]`, of each token.
 
@@ -227,7 +239,8 @@ def reference_route(
         weights_TK = weights_TK.softmax(-1)
     if routing.normalised:
         weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + _LEAST_SUM)
-    return weights_TK * routing.scale, experts_TK
+    weights_TK = weights_TK * routing.scale
+    return weights_TK if scales_R is None else weights_TK * scales_R[experts_TK], experts_TK
 
 
 def _within_groups(op: Experts, choice_TR: Tensor) -> Tensor:
@@ -250,17 +263,24 @@ def _largest(values: Tensor, count: int) -> Tensor:
 
 
 def reference_experts(
-    op: Experts, x_TD: Tensor, tensors: ExpertTensors, live_T: Tensor | None = None
+    op: Experts,
+    x_TD: Tensor,
+    tensors: ExpertTensors,
+    live_T: Tensor | None = None,
+    router_TD: Tensor | None = None,
 ) -> Tensor:
     """Return the output of a mixture, `[T, D]` in the dtype of `x_TD`, over unpacked weights.
 
-    `live_T` is false for padding, which uses no expert and whose output is zero. On a CPU only the
+    `live_T` is false for padding, which uses no expert and whose output is zero. `router_TD` is
+    what the router reads, if it is not `x_TD`. On a CPU only the
     weights of chosen experts are read. On other devices all shapes are static and nothing waits for
     the device.
     """
     bias = None if tensors.router_bias is None else tensors.router_bias.float()
-    logits_TR = F.linear(x_TD.float(), tensors.router.float(), bias)
-    weights_TK, experts_TK = reference_choice(op, logits_TR, tensors.correction, live_T)
+    routed_TD = x_TD if router_TD is None else router_TD
+    logits_TR = F.linear(routed_TD.float(), tensors.router.float(), bias)
+    choice = op, logits_TR, tensors.correction, live_T, tensors.expert_scales
+    weights_TK, experts_TK = reference_choice(*choice)
     return reference_products(op, x_TD, tensors, weights_TK, experts_TK)
 
 
@@ -276,13 +296,17 @@ def reference_products(
 
 
 def reference_choice(
-    op: Experts, logits_TR: Tensor, correction_R: Tensor | None, live_T: Tensor | None
+    op: Experts,
+    logits_TR: Tensor,
+    correction_R: Tensor | None,
+    live_T: Tensor | None,
+    scales_R: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the weights and experts of each token, `[T, K]`, shared ones included.
 
     As `reference_route`. The experts of padding have the number E, and weight 0.
     """
-    weights_TK, experts_TK = reference_route(op, logits_TR, correction_R)
+    weights_TK, experts_TK = reference_route(op, logits_TR, correction_R, scales_R)
     if op.shared:
         shared = torch.arange(op.routed, op.total, device=logits_TR.device)
         shared = shared.expand(len(logits_TR), -1)

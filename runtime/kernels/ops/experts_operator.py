@@ -50,13 +50,13 @@ class OperatorArguments:
         self.integers += [routing.groups, routing.top_groups, routing.group_score == "top_2_sum"]
         self.integers.append(op.chooses_by_logits)
         self.numbers.append(routing.scale)
-        router, bias, correction, gate_up, down = tensors
+        router, bias, correction, scales, gate_up, down = tensors
         # torch 2.11 traces no sum of a list and a named tuple.
-        self.tensors += [router, bias, correction, *gate_up, *down]
+        self.tensors += [router, bias, correction, scales, *gate_up, *down]
         self.add_activate(op.activate)
 
 
-RunExperts = Callable[[Experts, Tensor, ExpertTensors, "Tensor | None"], Tensor]
+RunExperts = Callable[[Experts, Tensor, ExpertTensors, "Tensor | None", "Tensor | None"], Tensor]
 """Signature of `reference_experts`."""
 
 
@@ -67,13 +67,15 @@ def _operation(
     _, shared, features, scaled_inputs, top_k, scores, normalised, *groups, _, gelu = integers
     scale, limit, alpha, up_offset = numbers
     count, top_groups, sums = groups
-    router, _, correction, gate_up, down = tensors
-    shaped = {"router": router, "gate_up": gate_up.weight, "down": down.weight}
-    if correction is not None:
-        shaped["correction"] = correction
+    router, _, correction, scales, gate_up, down = tensors
+    shaped: dict[str, Tensor | None] = {
+        **{"router": router, "gate_up": gate_up.weight, "down": down.weight},
+        **{"correction": correction, "expert_scales": scales},
+    }
     parameters: dict[str, Any] = {
         name: Parameter(name, (Source(None, tuple(tensor.shape)),))
         for name, tensor in shaped.items()
+        if tensor is not None
     }
     return Experts(
         name="experts",
@@ -109,18 +111,21 @@ def define_experts(
     def run(
         x_TD: Tensor,
         live_T: Tensor | None,
+        router_TD: Tensor | None,
         tensors: Sequence[Any],
         integers: Sequence[int],
         numbers: Sequence[float],
     ) -> Tensor:
-        router, bias, correction, *linears = tensors
+        router, bias, correction, scales, *linears = tensors
         gate_up, down = LinearTensors(*linears[:3]), LinearTensors(*linears[3:])
-        named = ExpertTensors(router, bias, correction, gate_up, down)
-        return implementation(_operation(named, integers, numbers), x_TD, named, live_T)
+        named = ExpertTensors(router, bias, correction, scales, gate_up, down)
+        op = _operation(named, integers, numbers)
+        return implementation(op, x_TD, named, live_T, router_TD)
 
     torch.library.define(
         f"stepgraph::{name}",
-        "(Tensor x, Tensor? live, Tensor?[] tensors, int[] integers, float[] numbers) -> Tensor",
+        "(Tensor x, Tensor? live, Tensor? router_x, Tensor?[] tensors, int[] integers,"
+        " float[] numbers) -> Tensor",
     )
     for key in keys:
         torch.library.impl(f"stepgraph::{name}", key, run)
@@ -128,11 +133,16 @@ def define_experts(
     operator = getattr(torch.ops.stepgraph, name).default
 
     def call(
-        op: Experts, x_TD: Tensor, tensors: ExpertTensors, live_T: Tensor | None = None
+        op: Experts,
+        x_TD: Tensor,
+        tensors: ExpertTensors,
+        live_T: Tensor | None = None,
+        router_TD: Tensor | None = None,
     ) -> Tensor:
         lists = OperatorArguments()
         lists.add_experts(op, tensors)
-        out: Tensor = operator(x_TD, live_T, lists.tensors, lists.integers, lists.numbers)
+        arguments = lists.tensors, lists.integers, lists.numbers
+        out: Tensor = operator(x_TD, live_T, router_TD, *arguments)
         return out
 
     return call

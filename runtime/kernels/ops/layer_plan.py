@@ -99,12 +99,25 @@ class ModelPlan:
     """The part of the model that this plan describes; None: all of it."""
     full_names: bool = False
     """Whether names in layers are full names, as in plans of transformers, and not relative."""
+    layer_inputs: LayerPlan | None = None
+    """Makes `LayerStep.layer_inputs` of the embeddings of the tokens; None: layers have none."""
+    before: LayerPlan | None = None
+    """Makes the input of the first layer of these embeddings; None: it is the embeddings."""
+    after: LayerPlan | None = None
+    """Makes the input of the norm of the output of the last layer; None: it is the output."""
+
+    @property
+    def surroundings(self) -> dict[str, LayerPlan]:
+        """The operations outside of the layers, by the names of their modules."""
+        plans = {"layer_inputs": self.layer_inputs, "before": self.before, "after": self.after}
+        return {name: plan for name, plan in plans.items() if plan is not None}
 
     @cached_property
     def rope_dim(self) -> int:
-        """Elements of a head that are rotated."""
+        """Elements of a head that are rotated, in the layers with the largest heads."""
         parts = (op.rope for op in self.operations if isinstance(op, LatentQueries))
-        return next(parts, self.attend.head_dim)
+        heads = (op.head_dim for op in self.operations if isinstance(op, Attend))
+        return next(parts, 0) or max(heads)
 
     @cached_property
     def attend(self) -> Attend:
@@ -139,12 +152,15 @@ class ModelPlan:
 
     @cached_property
     def operations(self) -> tuple[Operation, ...]:
-        """The operations of all layers, without duplicates."""
-        return tuple(dict.fromkeys(op for layer in self.layers for op in layer.operations))
+        """The operations of all layers and around them, without duplicates."""
+        plans = dict.fromkeys((*self.layers, *self.surroundings.values()))
+        return tuple(dict.fromkeys(op for plan in plans for op in plan.operations))
 
     def parameters(self) -> Iterator[Parameter]:
         """Yield all parameters under their full names, in the order a forward pass needs them."""
         yield self.embedding
+        for name, plan in self.surroundings.items():
+            yield from (p.within(f"{name}.", "model.") for p in plan.parameters)
         for index, layer in enumerate(self.layers):
             ours = "" if self.full_names else f"layers.{index}."
             theirs = ours and f"model.{ours}"
@@ -187,6 +203,7 @@ class BoundLayer:
             self.tensor(op.router),
             optional(op.router_bias),
             optional(op.correction),
+            optional(op.expert_scales),
             _linear_tensors(self.tensors, f"layers.{self.index}.{op.gate_up.name}"),
             _linear_tensors(self.tensors, f"layers.{self.index}.{op.down.name}"),
         )

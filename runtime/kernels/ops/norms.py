@@ -152,6 +152,18 @@ class GatedNorm(Operation):
 
 
 @dataclass(frozen=True, kw_only=True)
+class HeadNorm(Norm):
+    """`Norm` of each head of one part of queries, keys and values."""
+
+    @property
+    def title(self) -> str:
+        return "norms of values or of queries alone"
+
+    def needed_units(self, split: tuple[int, ...], layer: ShardedLayer) -> Sequence[range] | None:
+        return layer.rank_heads[: len(split)]
+
+
+@dataclass(frozen=True, kw_only=True)
 class JoinNorms(Operation):
     """Norm of the step's embeddings, followed by the norm of the hidden states, `[T, 2 D]`.
 

@@ -6,8 +6,8 @@ operations of a layer run in order. The input of each is the output of the previ
 value: a tensor `[T, features]`, or a tuple of parts. Where an earlier value is needed again, the
 operation that makes it names it (`writes`), and another one takes it by that name (`reads`).
 `Residual` adds the value to the hidden states, which are the input of the layer or the output of
-the previous `Residual`. A trait is a field with another value than its default; backends list the
-traits that they support.
+the previous `Residual`; `Replace` puts the value in their place. A trait is a field with another
+value than its default; backends list the traits that they support.
 
 torch.compile traces what `bind` returns, which runs where a backend has nothing faster. Constants
 of an operation are bound once, before the first step.
@@ -47,6 +47,8 @@ class LayerStep(NamedTuple):
     batch: RaggedBatch
     embeddings: Tensor | None = None
     """`[T, D]`: the embeddings that `JoinNorms` reads."""
+    layer_inputs: Tensor | None = None
+    """`[T, layers, P]`: an input of each layer that depends on the token (`LayerInputs`)."""
 
 
 QKV = tuple[Tensor, Tensor, Tensor]
@@ -65,11 +67,13 @@ class Binding(NamedTuple):
     kernels: Kernels
     """Of linear layers and attention."""
     places: tuple[LayerPlace, ...]
-    """In the cache, of each of its states."""
+    """In the cache, of each of the states that it reads."""
     storage: str
     """How the cache stores vectors."""
     row_place: RowPlace | None = None
     """Of its recurrent state."""
+    layer: int = 0
+    """Index of the layer."""
 
 
 @dataclass(frozen=True)
@@ -164,6 +168,11 @@ class Operation:
         """What it keeps of a sequence beside the cache: recurrent state."""
         return None
 
+    @property
+    def source_layer(self) -> int | None:
+        """The earlier layer whose states it reads, without any of its own; None: its own."""
+        return None
+
     def bind(self, to: Binding) -> Run:
         """Return the operation as a function of its value and the step, in plain PyTorch."""
         raise TypeError(f"no plain version of {self}")
@@ -190,6 +199,10 @@ class Operation:
         """
         raise TypeError(f"no way to split what comes before {self.name}")
 
+    def kept_features(self, hidden: int) -> int:
+        """Return the elements of its value of a token that are kept under the name `writes`."""
+        return hidden
+
     def live_bytes(self, hidden: int, itemsize: int, *, eager: bool) -> int:
         """Return the bytes of the tensors of one token while it runs, hidden states included.
 
@@ -213,14 +226,43 @@ class Residual(Operation):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Replace(Operation):
+    """The value becomes the hidden states."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Add(Operation):
-    """Add the values that it reads."""
+    """The sum of the values that it reads, times a factor."""
+
+    factor: float = 1.0
 
     def bind(self, to: Binding) -> Run:
-        return lambda parts, step: functools.reduce(operator.add, parts)
+        factor = self.factor
+        if factor == 1.0:
+            return lambda values, step: functools.reduce(operator.add, values)
+        return lambda values, step: functools.reduce(operator.add, values) * factor
 
     def live_bytes(self, hidden: int, itemsize: int, *, eager: bool) -> int:
         return itemsize * (2 + len(self.reads)) * hidden
+
+
+@dataclass(frozen=True, kw_only=True)
+class Multiply(Operation):
+    """The value times a weight, of one element or as many as it has, or times a factor."""
+
+    weight: Parameter | None = None
+    factor: float = 1.0
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        return () if self.weight is None else (self.weight,)
+
+    def bind(self, to: Binding) -> Run:
+        factor = self.factor
+        if self.weight is None:
+            return lambda x, step: x * factor
+        weight = to.module(self.weight, Vector)
+        return lambda x, step: x * weight.weight
 
 
 @dataclass(frozen=True, kw_only=True)

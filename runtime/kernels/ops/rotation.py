@@ -35,16 +35,23 @@ class Rotate(Operation):
 
     kind: int
     """The first coordinate of cosines and sines."""
+    pairs: int = 0
+    """Pairs of a head where other layers have larger heads; 0: all heads have one size."""
+    queries_only: bool = False
+    """Whether the value has queries only: keys are read from another layer."""
 
     def bind(self, to: Binding) -> Run:
-        kind = self.kind
+        at = (self.kind, slice(None), slice(self.pairs)) if self.pairs else self.kind
 
         def run(qkv: QKV, step: LayerStep) -> QKV:
             q_THE, k_TGE, v_TGE = qkv
-            cos_TE, sin_TE = step.cos[kind], step.sin[kind]
+            cos_TE, sin_TE = step.cos[at], step.sin[at]
             return rotate(q_THE, cos_TE, sin_TE), rotate(k_TGE, cos_TE, sin_TE), v_TGE.contiguous()
 
-        return run
+        def run_queries(value: tuple[Tensor], step: LayerStep) -> tuple[Tensor]:
+            return (rotate(value[0], step.cos[at], step.sin[at]),)
+
+        return run_queries if self.queries_only else run
 
     def needed_units(self, split: tuple[int, ...], layer: ShardedLayer) -> Sequence[range] | None:
-        return layer.rank_heads
+        return layer.rank_heads[: len(split)]

@@ -340,7 +340,7 @@ def decode_ready_attention(
 
 def triton_paged_attention(
     q_THD: Tensor,
-    k_TGD: Tensor,
+    k_TGD: Tensor | None,
     v_TGE: Tensor | None,
     arena: Tensor,
     place: LayerPlace,
@@ -358,7 +358,9 @@ def triton_paged_attention(
         q_THD = q_THD.contiguous()
     (tokens, heads, head_dim), device = q_THD.shape, q_THD.device
     kv_heads, slots_T, storage = arena.shape[3], batch.slots[place.group], form.storage
-    store_keys_and_values(k_TGD, v_TGE, arena, place.position, slots_T, batch.block_size, storage)
+    if k_TGD is not None:
+        at = arena, place.position, slots_T, batch.block_size, storage
+        store_keys_and_values(k_TGD, v_TGE, *at)
     if batch.tokens_per_row != 1:
         tiling = prefill_tiling(tokens, heads, kv_heads, head_dim, q_THD.dtype, storage, device)
         tokens_of_tile = tiling.tokens(heads // kv_heads)

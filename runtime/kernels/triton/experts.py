@@ -25,6 +25,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -144,12 +145,20 @@ def reference_experts_of_choice(
 
 
 def triton_experts(
-    op: Experts, x_TD: Tensor, tensors: ExpertTensors, live_T: Tensor | None = None
+    op: Experts,
+    x_TD: Tensor,
+    tensors: ExpertTensors,
+    live_T: Tensor | None = None,
+    router_TD: Tensor | None = None,
 ) -> Tensor:
     """As `ops.experts.reference_experts`, with the kernels of this package."""
     x_TD = x_TD.contiguous()
     out_TD = torch.empty_like(x_TD)
-    experts(op, x_TD, tensors, route(op, x_TD, tensors, live_T), None, out_TD)
+    routed = route(op, x_TD if router_TD is None else router_TD.contiguous(), tensors, live_T)
+    if tensors.expert_scales is not None:  # of shared experts and of padding 1
+        scales_E = F.pad(tensors.expert_scales, (0, op.total + 1 - op.routed), value=1.0)
+        routed = routed._replace(weights=routed.weights * scales_E[routed.experts])
+    experts(op, x_TD, tensors, routed, None, out_TD)
     return out_TD
 
 

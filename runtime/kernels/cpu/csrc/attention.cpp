@@ -149,7 +149,7 @@ class AttentionJob : public Job {
     args_ = args;
     plan_.prepare(step, space_);
     heads_ = step.kv_heads;
-    sides_ = args.v == nullptr ? 1 : 2;
+    sides_ = args.k == nullptr ? 0 : args.v == nullptr ? 1 : 2;
     phases_.prepare(2, std::max(plan_.units(), heads_ * sides_), plan_.threads);
     keep_ = std::move(keep);
     return plan_.threads;

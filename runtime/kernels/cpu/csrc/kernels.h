@@ -59,7 +59,7 @@ struct AttentionStep {
 template <class T>
 struct AttentionArgs {
   const T* q;                  // [tokens, heads, head_dim], last dimension dense, as k and v
-  const T* k;                  // [tokens, kv_heads, head_dim]
+  const T* k;                  // [tokens, kv_heads, head_dim]; null: the arena has all of them
   const T* v;                  // likewise, or null: values are the first value_dim of the keys
   int64_t q_strides[2], k_strides[2], v_strides[2];  // token, head
   uint8_t* keys;               // one side of a layer: [num_blocks, kv_heads, bytes of a head]

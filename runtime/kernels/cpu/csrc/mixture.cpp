@@ -33,7 +33,7 @@ class MixtureJob : public Job {
     const MixtureStep step{&phases_, &at_, reinterpret_cast<int32_t*>(space_.get()), args.tokens};
     int64_t phase = 0;
     MixtureThread<T>(step, index, sums, gates).run(
-        args.mixture, 0, args.x, args.x_stride, phase, nullptr,
+        args.mixture, 0, args.x, args.router_x, args.x_stride, phase, nullptr,
         [&](int64_t row) { return args.live == nullptr || args.live[row]; },
         to_rows(args.out, args.mixture.hidden));
   }

@@ -34,6 +34,7 @@ struct Mixture {
   const void* router;       // [routed, hidden] of the model's type
   const void* router_bias;  // [routed] of the model's type, or null
   const float* correction;  // [routed], or null
+  const float* expert_scales;  // [routed], factors of the weights of chosen experts, or null
   Weights gate_up;          // of one gate; its up follows, then the gate of the next expert
   Weights down;             // of one expert; all experts follow one another
   int64_t hidden, inner, shared;
@@ -133,6 +134,7 @@ template <class T>
 struct MixtureArgs {
   Mixture mixture;
   const T* x;          // [tokens, hidden], rows x_stride apart, an even number
+  const T* router_x;   // likewise, what the router reads: x, or other inputs
   int64_t x_stride;
   const bool* live;    // [tokens], false for padding; null: there is none
   T* out;              // [tokens, hidden], contiguous

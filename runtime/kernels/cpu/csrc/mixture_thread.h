@@ -23,14 +23,14 @@ class MixtureThread {
         gates_(gates), own_(step.memory + at_.own + index * at_.own_stride) {}
 
   // Runs the phases from `phase` on. `place`: of the mixture among those of the step. `x`: rows
-  // `x_stride` apart, an even number. is_live(row) is false for padding. publish(block, first row,
+  // `x_stride` apart, an even number, as `router_x`, which the router reads. is_live(row) is false for padding. publish(block, first row,
   // rows, sums [rows][32]) receives the result. `after`: what this thread reads next.
   template <class Live, class Publish>
-  void run(const Mixture& mixture, int64_t place, const T* x, int64_t x_stride, int64_t& phase,
-           const char* after, Live is_live, Publish publish) {
+  void run(const Mixture& mixture, int64_t place, const T* x, const T* router_x, int64_t x_stride,
+           int64_t& phase, const char* after, Live is_live, Publish publish) {
     const ExpertPairs pairs(step_.memory + at_.pairs + place * at_.pairs_stride, mixture,
                             step_.tokens);
-    route(mixture, x, x_stride, phase, pairs, is_live);
+    route(mixture, router_x, x_stride, phase, pairs, is_live);
     gate_and_up(mixture, pairs, x, x_stride, phase++);
     down(mixture, pairs, phase++, after, publish);
   }
@@ -57,7 +57,7 @@ class MixtureThread {
       int32_t* experts = experts_of(row, mixture);
       if (is_live(row)) {
         route_row(mixture.routing, logits_of(row, mixture), mixture.correction,
-                  own_ + at_.scratch, experts, weights_of(row, mixture));
+                  mixture.expert_scales, own_ + at_.scratch, experts, weights_of(row, mixture));
       } else {
         experts[0] = -1;
       }

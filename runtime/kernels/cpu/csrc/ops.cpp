@@ -22,7 +22,8 @@
 namespace stepgraph {
 namespace {
 
-at::Tensor paged_attention_cpu(const at::Tensor& q, const at::Tensor& k,
+// Without k nothing is written: the arena has the keys and values of the step already.
+at::Tensor paged_attention_cpu(const at::Tensor& q, const std::optional<at::Tensor>& k,
                                const std::optional<at::Tensor>& v, at::Tensor& arena, int64_t layer,
                                const at::Tensor& positions, const at::Tensor& slots,
                                const at::Tensor& token_rows, const at::Tensor& /*rows*/,
@@ -33,19 +34,24 @@ at::Tensor paged_attention_cpu(const at::Tensor& q, const at::Tensor& k,
                                int64_t value_dim, int64_t chunk,
                                const std::optional<at::Tensor>& sinks) {
   const Storage storage = storage_named("paged_attention", storage_name);
-  TORCH_CHECK(q.dim() == 3 && k.dim() == 3 && (!v || v->dim() == 3),
+  TORCH_CHECK(arena.dim() > 3 && (k || !v), "paged_attention: the arena is ", arena.sizes(),
+              k ? "" : ", and v has no k");
+  const auto sizes = [](const auto& x) { return x ? x->sizes() : at::IntArrayRef(); };
+  TORCH_CHECK(q.dim() == 3 && (!k || k->dim() == 3) && (!v || v->dim() == 3),
               "paged_attention: q, k, v are [tokens, heads, head_dim]; got ", q.sizes(), ", ",
-              k.sizes(), v ? ", " : "", v ? v->sizes() : at::IntArrayRef());
-  const int64_t tokens = q.size(0), kv_heads = k.size(1), head_dim = q.size(2);
-  TORCH_CHECK((!v || k.sizes() == v->sizes()) && k.size(0) == tokens && k.size(2) == head_dim &&
-                  kv_heads > 0 && q.size(1) % kv_heads == 0,
-              "paged_attention: q ", q.sizes(), ", k ", k.sizes(), " and v ",
-              v ? v->sizes() : at::IntArrayRef(), " do not fit together");
-  TORCH_CHECK(v ? value_dim == head_dim : 0 < value_dim && value_dim <= head_dim,
-              "paged_attention: value_dim is ", value_dim, v ? ", that of v is " : ", keys have ",
-              head_dim);
+              sizes(k), v ? ", " : "", sizes(v));
+  const int64_t tokens = q.size(0), kv_heads = k ? k->size(1) : arena.size(3), head_dim = q.size(2);
+  const bool has_values = k ? v.has_value() : arena.size(1) == 2;
+  TORCH_CHECK((!v || k->sizes() == v->sizes()) &&
+                  (!k || (k->size(0) == tokens && k->size(2) == head_dim)) && kv_heads > 0 &&
+                  q.size(1) % kv_heads == 0,
+              "paged_attention: q ", q.sizes(), ", k ", sizes(k), " and v ", sizes(v),
+              " do not fit together");
+  TORCH_CHECK(has_values ? value_dim == head_dim : 0 < value_dim && value_dim <= head_dim,
+              "paged_attention: value_dim is ", value_dim,
+              has_values ? ", that of v is " : ", keys have ", head_dim);
   if (sinks) check_tensor("paged_attention", *sinks, q.scalar_type(), {q.size(1)}, "sinks");
-  check_arena("paged_attention", arena, q.scalar_type(), v ? 2 : 1, kv_heads, block_size, head_dim,
+  check_arena("paged_attention", arena, q.scalar_type(), has_values ? 2 : 1, kv_heads, block_size, head_dim,
               storage);
   const int64_t num_blocks = arena.size(2);
   check_tables("paged_attention", block_tables, 2, read_blocks);
@@ -58,7 +64,8 @@ at::Tensor paged_attention_cpu(const at::Tensor& q, const at::Tensor& k,
   at::Tensor out = at::empty({tokens, q.size(1), value_dim}, q.options());
 
   const auto dense = [](const at::Tensor& x) { return x.stride(2) == 1 ? x : x.contiguous(); };
-  const at::Tensor queries = dense(q), new_keys = dense(k), new_values = v ? dense(*v) : new_keys;
+  const at::Tensor queries = dense(q), new_keys = k ? dense(*k) : queries;
+  const at::Tensor new_values = v ? dense(*v) : new_keys;
   uint8_t* keys = static_cast<uint8_t*>(arena.mutable_data_ptr()) +
                   layer * arena.stride(0) * arena.element_size();
   const AttentionStep step{
@@ -71,11 +78,11 @@ at::Tensor paged_attention_cpu(const at::Tensor& q, const at::Tensor& k,
   if (sinks) keep->push_back(*sinks);
   for_float_type("paged_attention", q.scalar_type(), [&]<class T>(T) {
     paged_attention(AttentionArgs<T>{
-        queries.const_data_ptr<T>(), new_keys.const_data_ptr<T>(),
+        queries.const_data_ptr<T>(), k ? new_keys.const_data_ptr<T>() : nullptr,
         v ? new_values.const_data_ptr<T>() : nullptr,
         {queries.stride(0), queries.stride(1)}, {new_keys.stride(0), new_keys.stride(1)},
         {new_values.stride(0), new_values.stride(1)},
-        keys, v ? keys + arena.stride(1) * arena.element_size() : keys, out.mutable_data_ptr<T>(),
+        keys, has_values ? keys + arena.stride(1) * arena.element_size() : keys, out.mutable_data_ptr<T>(),
         static_cast<float>(scale), static_cast<float>(softcap),
         sinks ? sinks->const_data_ptr<T>() : nullptr}, step, keep);
   });

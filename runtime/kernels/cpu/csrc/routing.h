@@ -74,10 +74,11 @@ inline void softmax(float* x, int64_t count) {
   for (int64_t i = 0; i < count; ++i) x[i] /= sum;
 }
 
-// The experts of a token and their weights, [top_k] each. `logits` become scores; `correction` may be
-// null.
+// The experts of a token and their weights, [top_k] each. `logits` become scores; `correction` and
+// `expert_scales` may be null.
 inline void route_row(const Routing& routing, float* logits, const float* correction,
-                      int32_t* scratch, int32_t* experts, float* weights) {
+                      const float* expert_scales, int32_t* scratch, int32_t* experts,
+                      float* weights) {
   constexpr float kLeastSum = 1e-20f;  // all sigmoids of a token may be zero
   const int64_t count = routing.experts, top_k = routing.top_k;
   int32_t *keys = scratch, *of_groups = scratch + 2 * count;
@@ -102,6 +103,8 @@ inline void route_row(const Routing& routing, float* logits, const float* correc
     for (int64_t i = 0; i < top_k; ++i) weights[i] /= sum;
   }
   for (int64_t i = 0; i < top_k; ++i) weights[i] *= routing.scale;
+  if (expert_scales == nullptr) return;
+  for (int64_t i = 0; i < top_k; ++i) weights[i] *= expert_scales[experts[i]];
 }
 
 }  // namespace stepgraph

@@ -88,6 +88,8 @@ class ArgumentReader {
     read.router_bias = vector(routing.experts, "the bias of the router");
     read.correction =
         static_cast<const float*>(dense({routing.experts}, "the correction", at::kFloat));
+    read.expert_scales =
+        static_cast<const float*>(dense({routing.experts}, "the scales of experts", at::kFloat));
     read.gate_up = linear(read.inner, hidden, "gate and up of experts", 2 * read.total());
     read.activation = activation();
     read.down = linear(hidden, read.inner, "down of experts", read.total());
@@ -190,6 +192,7 @@ class ArgumentReader {
 };
 
 inline at::Tensor packed_experts_cpu(const at::Tensor& x, const std::optional<at::Tensor>& live,
+                                     const std::optional<at::Tensor>& router_x,
                                      const c10::List<std::optional<at::Tensor>>& tensors,
                                      at::IntArrayRef integers, c10::ArrayRef<double> numbers) {
   TORCH_CHECK(x.dim() == 2, "packed_experts: x is [tokens, hidden], got ", x.sizes());
@@ -198,15 +201,21 @@ inline at::Tensor packed_experts_cpu(const at::Tensor& x, const std::optional<at
   const Mixture mixture = reader.mixture(hidden);
   auto keep = std::make_shared<std::vector<at::Tensor>>(reader.finish());
   if (live) check_tensor("packed_experts", *live, at::kBool, {tokens}, "live");
+  if (router_x) {
+    check_tensor("packed_experts", *router_x, x.scalar_type(), {tokens, hidden}, "router_x");
+  }
   // The kernel reads whole words: an odd last element gets a zero beside it.
-  const at::Tensor inputs =
-      hidden % 2 != 0 ? at::constant_pad_nd(x, {0, 1}).contiguous() : x.contiguous();
+  const auto in_words = [&](const at::Tensor& rows) {
+    return hidden % 2 != 0 ? at::constant_pad_nd(rows, {0, 1}).contiguous() : rows.contiguous();
+  };
+  const at::Tensor inputs = in_words(x), routed = router_x ? in_words(*router_x) : inputs;
   at::Tensor out = at::empty({tokens, hidden}, x.options());
   keep->push_back(inputs);
+  keep->push_back(routed);
   if (live) keep->push_back(*live);
   for_model_type("packed_experts", x.scalar_type(), [&]<class T>(T) {
-    run_mixture(MixtureArgs<T>{mixture, inputs.const_data_ptr<T>(), inputs.size(1),
-                               live ? live->const_data_ptr<bool>() : nullptr,
+    run_mixture(MixtureArgs<T>{mixture, inputs.const_data_ptr<T>(), routed.const_data_ptr<T>(),
+                               inputs.size(1), live ? live->const_data_ptr<bool>() : nullptr,
                                out.mutable_data_ptr<T>(), tokens, threads()},
                 keep);
   });

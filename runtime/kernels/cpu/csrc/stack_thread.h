@@ -487,7 +487,7 @@ class StackThread {
                            reinterpret_cast<int32_t*>(job_.mixtures_.get()), step_.tokens};
     MixtureThread<T> thread(step, index_, sums_, gates_);
     const auto is_live = [&](int64_t row) { return step_.token_rows[row] != step_.rows - 1; };
-    thread.run(*mlp.mixture, mlp.mixture_place, inputs, at_.normed_stride, phase_, after,
+    thread.run(*mlp.mixture, mlp.mixture_place, inputs, inputs, at_.normed_stride, phase_, after,
                is_live, publish);
   }
 
