@@ -293,7 +293,7 @@ class ExpertLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class MixtureNorms:
-    """Norms and scales of a mixture that runs in parallel with an MLP (Gemma 4): their names in a
+    """Norms and scales of a mixture in parallel with an MLP (Gemma 4), by their names in a
     checkpoint."""
 
     mlp_output: str = "post_feedforward_layernorm_1"

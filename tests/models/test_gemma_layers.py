@@ -20,6 +20,7 @@ from stepgraph.runtime.models.sharding import allowed_ranks
 from stepgraph.runtime.prompt_embeds import EmbeddedSpan, EncodedContent, PromptEmbeds
 
 from ..rigs.engine_rig import greedy, opened
+from ..rigs.sharding_rig import sharded_runs, whole_run, write_checkpoint
 from ..rigs.tiny_models import BASE, TinyModel, random_model
 
 TYPES = {
@@ -184,8 +185,22 @@ def test_prompts_with_embeddings(tmp_path: Path, kind: str) -> None:
     assert output.token_ids == model.greedy([zeros], 8)[0]
 
 
-def test_ranks(tmp_path: Path) -> None:
-    plan = model_plan(config_of("4_E", tmp_path, num_attention_heads=4, num_key_value_heads=1))
-    assert 1 in allowed_ranks(plan)
+@pytest.mark.parametrize("kind", TYPES)
+def test_ranks_compute_the_same(tmp_path: Path, kind: str) -> None:
+    shape = {
+        **{"num_attention_heads": 4, "num_key_value_heads": 1, "intermediate_size": 40},
+        **{"hidden_size": 40, "num_global_key_value_heads": 2, "moe_intermediate_size": 12},
+        "activation_sparsity_pattern": [0.0] * 7,
+    }
+    config = config_of(kind, tmp_path, **shape)
+    write_checkpoint(config, tmp_path)
+    expected = whole_run(config, tmp_path)
+    for run in sharded_runs(config, tmp_path, 2):
+        for logits, wanted in zip(run.logits, expected.logits, strict=True):
+            torch.testing.assert_close(logits, wanted, rtol=0, atol=1e-3)
+        assert torch.equal(run.tokens, expected.tokens)
+
+
+def test_sparse_activations_are_not_split(tmp_path: Path) -> None:
     sparse = {"activation_sparsity_pattern": [0.5] * 7}
     assert allowed_ranks(model_plan(config_of("3n", tmp_path, **sparse))) == (1,)
