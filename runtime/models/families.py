@@ -1148,6 +1148,7 @@ _QWEN3_NEXT = Family(
         qkv=("in_proj_qkvz",), gate=(), decay=(), beta="in_proj_ba", by_key_head=True
     ),
     experts=QWEN3_NEXT,
+    mtp=QWEN3_NEXT_MTP,
 )
 
 

@@ -45,6 +45,8 @@ class Kind:
     """Part of a name in a layer of the model, and in the layer of the module."""
     window: int | None = None
     """Of the layer of the module."""
+    offset: float = 0.0
+    """Added to the weights of norms."""
     stored: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `config.json` that transformers does not write."""
 
@@ -61,6 +63,7 @@ DEEPSEEK: dict[str, Any] = {
     "norm": "shared_head.norm",
     "copies": ("shared_head.head.weight", "embed_tokens.weight"),
 }
+LINEAR_AND_FULL = ["linear_attention", "full_attention", "linear_attention"]
 KINDS = {
     "deepseek_v3": after_last(VARIANTS["deepseek_v3_moe"], **DEEPSEEK),
     "glm4_moe": after_last(VARIANTS["glm4_moe"], **DEEPSEEK),
@@ -90,6 +93,17 @@ KINDS = {
         renamed=("post_attention_layernorm", "pre_mlp_layernorm"),
         window=VARIANTS["mimo_v2_flash"]["sliding_window"],
     ),
+    "qwen3_next": Kind(
+        VARIANTS["qwen3_next"] | {"layer_types": [*LINEAR_AND_FULL, "full_attention"]},
+        layers=("mtp.layers.0.",),
+        embedding_norm="mtp.pre_fc_norm_embedding",
+        hidden_norm="mtp.pre_fc_norm_hidden",
+        fuse="mtp.fc",
+        norm="mtp.norm",
+        normed=True,
+        offset=1.0,
+        stored={"layer_types": LINEAR_AND_FULL},
+    ),
     "mimo": Kind(
         settings={
             "model_type": "qwen2",
@@ -115,7 +129,7 @@ KINDS = {
         normed=False,
     ),
 }
-IN_PYTORCH = ("deepseek_v3", "glm4_moe_lite", "mimo_v2_flash")
+IN_PYTORCH = ("deepseek_v3", "glm4_moe_lite", "mimo_v2_flash", "qwen3_next")
 """Kinds without layers in C++."""
 OF_HYBRIDS = {
     "qwen3": Kind(
@@ -152,9 +166,9 @@ def write(directory: Path, kind: str, **changes: Any) -> PreTrainedModel:
     model = random_model(settings)
     model.save_pretrained(directory)
     stored = json.loads((directory / "config.json").read_text())
-    stored |= {"num_hidden_layers": LAYERS, "num_nextn_predict_layers": 1, **layout.stored}
     for of_each_layer in ("layer_types", "mlp_layer_types"):
         stored.pop(of_each_layer, None)
+    stored |= {"num_hidden_layers": LAYERS, "num_nextn_predict_layers": 1, **layout.stored}
     (directory / "config.json").write_text(json.dumps(stored))
     tensors = load_file(directory / "model.safetensors")
     for index, prefix in enumerate(layout.layers, LAYERS):
@@ -187,7 +201,7 @@ def module(directory: Path, kind: str, model: PreTrainedModel) -> drafter_rig.Re
 
     def norm(name: str, x: Tensor) -> Tensor:
         scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + model.config.rms_norm_eps)
-        return x * scale * tensors[f"{name}.weight"]
+        return x * scale * (layout.offset + tensors[f"{name}.weight"])
 
     @torch.no_grad()
     def drafts(known: list[int], features: Tensor, count: int) -> list[tuple[int, float, float]]:
@@ -236,22 +250,25 @@ def write_predictable(directory: Path, kind: str, reads: str, layers: float = 0.
     torch.manual_seed(1)
     hidden = tensors["model.norm.weight"].numel()
     for name, tensor in tensors.items():
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
+        if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
             tensor.mul_(0.0 if name.startswith(layout.layers) else layers)
     of = torch.linalg.qr(torch.randn(hidden, vocab)).Q.T * hidden**0.5
     after = (torch.arange(vocab) * 7 + 3) % vocab
     gain = random_norm(hidden) * torch.randn(hidden).sign()
     tensors["model.embed_tokens.weight"] = of
-    tensors["model.norm.weight"] = gain
-    tensors[f"{layout.norm}.weight"] = gain.clone()
+    tensors["model.norm.weight"] = gain - layout.offset
+    tensors[f"{layout.norm}.weight"] = gain - layout.offset
     head = torch.empty(vocab, hidden)
     head[after] = 8.0 * of / gain / hidden
     tensors["lm_head.weight"] = head
     hidden_gain = gain if layout.normed else torch.ones(hidden)
+    of_embedding, of_hidden = (
+        layout.offset + tensors[f"{name}.weight"]
+        for name in (layout.embedding_norm, layout.hidden_norm)
+    )
     fuse = {
-        "embedding": torch.diag(1.0 / tensors[f"{layout.embedding_norm}.weight"]),
-        "hidden": (of[after].T @ of / hidden)
-        / (hidden_gain * tensors[f"{layout.hidden_norm}.weight"]),
+        "embedding": torch.diag(1.0 / of_embedding),
+        "hidden": (of[after].T @ of / hidden) / (hidden_gain * of_hidden),
     }
     fuse = {name: part if name == reads else torch.zeros_like(part) for name, part in fuse.items()}
     order = ("hidden", "embedding") if layout.hidden_first else ("embedding", "hidden")

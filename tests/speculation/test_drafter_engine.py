@@ -87,8 +87,7 @@ def config_of(case: dict[str, Any], fake_graphs: FakeGraphs, kind: str = "") -> 
     if own in IN_PYTORCH and config.get("kernels") == "native":
         config["kernels"] = "auto"  # there are no layers in C++
     if "num_blocks" in config:
-        three_groups = kind.startswith("mtp mimo")
-        config["num_blocks"] = 45 if three_groups else 19
+        config["num_blocks"] = {"mimo": 45, "mimo_v2_flash": 45, "qwen3_next": 23}.get(own, 19)
     return config
 
 
@@ -158,7 +157,8 @@ def test_a_module_that_knows_the_next_token_is_right(
     """It is given the hidden states and the tokens that it was made for, in all of 4 drafts, of
     several prompts in a step and in chunks that end before the prompt does, too."""
     write_predictable(tmp_path, kind, reads)
-    config = config_of(MODES[mode], fake_graphs, f"mtp {kind}") | {"prefill_chunk": 16}
+    config = config_of(MODES[mode], fake_graphs, f"mtp {kind}")
+    config |= {"prefill_chunk": 16, "block_size": 8}
     own = {"method": "mtp", "num_speculative_tokens": 4, "adaptive": False}
     engine = open_engine(tmp_path, **config, speculation=own)
     outputs = engine.generate(prompts(tmp_path), greedy(31))
