@@ -26,10 +26,11 @@ from typing import Any
 ROWS = {
     "preset:llama-3.2-1b": [1, 4, 5, 8, 32],
     "preset:qwen3-0.6b": [1],
+    "preset:qwen3.5-0.8b": [1],
     "preset:llama-3.1-8b": [1],
     "demo": [1, 8],
 }
-"""Models and numbers of rows that `.ci/gpu quick` measures."""
+"""Models and numbers of rows that `.ci/gpu quick` and `second` measure."""
 CONTEXT, OUTPUT = 1024, 129
 CAPABILITY = 90
 CARRIED = (".cubin", ".json")

@@ -153,10 +153,7 @@ def _passing(
     if on_cuda:  # torch.compile does not look into this operation
         reference = dataclasses.replace(reference, experts=opaque_experts)
     around = dataclasses.replace(
-        reference,
-        attention=kernels.attention,
-        bounded_by_length=kernels.bounded_by_length,
-        masks=kernels.masks,
+        reference.with_state_of(kernels),
         library=kernels.library,
         dependent_launch=kernels.dependent_launch,
     )

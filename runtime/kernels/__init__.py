@@ -23,12 +23,10 @@ from .cpu.recurrent import cpu_causal_conv, cpu_recurrence
 from .cpu.threads import limit_threads, resolve_threads
 from .ops.attention import AttentionForm, paged_attention, reference_paged_attention
 from .ops.batch import LayerPlace, RaggedBatch
-from .ops.convolution import causal_conv
 from .ops.experts import Experts, Routing, reference_experts
 from .ops.experts_operator import opaque_experts, packed_experts
 from .ops.linear import packed_linear, reference_linear
 from .ops.packed_parts import can_pack, pack_parts, parts_bytes
-from .ops.recurrence import recurrence
 from .ops.stack import DecoderStack, DecodeStep, Stack, stack_obstacle
 from .packed_memory import PackedMemory
 from .support import (
@@ -82,26 +80,23 @@ def select_kernels(
             if device_type == "cpu"
             else _gpu_kernels(weights)
         )
-    # But in eager steps, attention is one operation that torch.compile does not look into.
-    attention, library = reference_paged_attention if plain else paged_attention, None
-    native_attention = not plain and (device_type == "cpu" or have_triton())
-    native_state = native_attention and device_type == "cpu"
-    if native_attention and device_type != "cpu":
-        attention = _gpu_kernels(weights).attention
-    elif native_attention and load:
-        library = load_cpu_ops()
-    return Kernels(
+    # But in eager steps, operations with state are ones that torch.compile does not look into.
+    native_state = not plain and (device_type == "cpu" or have_triton())
+    found = Kernels(
         name="torch",
-        attention=attention,
+        attention=reference_paged_attention if plain else paged_attention,
         linear=reference_linear,
         experts=reference_experts if plain else opaque_experts,
-        bounded_by_length=native_attention,
-        masks=0 if native_attention else 1,
-        recurrence=cpu_recurrence if native_state else recurrence,
-        causal_conv=cpu_causal_conv if native_state else causal_conv,
+        bounded_by_length=False,
+        masks=1,
         weights=weights,
-        library=library,
     )
+    if not native_state:
+        return found
+    if device_type != "cpu":
+        return found.with_state_of(_gpu_kernels(weights))
+    native = _cpu_kernels(dtype, weights, load=load)
+    return replace(found.with_state_of(native), library=native.library)
 
 
 def batch_invariant_kernels(kernels: Kernels) -> Kernels:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -90,6 +90,17 @@ class Kernels:
         # The C++ stack adds over ranks itself, through shared memory only.
         own_sums = self.library is not None and self.collectives is not None
         return not own_sums or bool(self.collectives and self.collectives.communicator)
+
+    def with_state_of(self, other: Kernels) -> Kernels:
+        """Return these kernels, with the operations of `other` that read and write state."""
+        return replace(
+            self,
+            attention=other.attention,
+            bounded_by_length=other.bounded_by_length,
+            masks=other.masks,
+            recurrence=other.recurrence,
+            causal_conv=other.causal_conv,
+        )
 
     def unpacked_bytes(self, n: int, k: int) -> int:
         """Temporary bytes of a linear layer that converts its `[n, k]` weight."""

@@ -23,6 +23,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +48,11 @@ from ..execution.step_functions import DraftStep, StepFunctions
 from ..execution.step_key import StepKey, StepSizes
 from ..kernels import batch_invariant_kernels, kernels_for, select_kernels
 from ..kernels.support import int4_kernels
+from ..kernels.triton.causal_conv import triton_causal_conv
 from ..kernels.triton.decode_attention import triton_paged_attention
 from ..kernels.triton.experts import triton_experts
 from ..kernels.triton.kernel_calls import CAPABILITY, INTERPRETED, KernelCall, record_kernel_calls
+from ..kernels.triton.recurrence import triton_recurrence
 from ..kernels.weights import INT4
 from ..loading.drafter_loading import new_drafter
 from ..loading.loader import Source, resolve_source
@@ -283,7 +286,11 @@ def _functions(found: Source, config: ResolvedConfig, prefill_tokens: int) -> St
     if kernels.name == "triton":
         # Without a device, the operators of torch would call no kernel.
         kernels = dataclasses.replace(
-            kernels, attention=triton_paged_attention, experts=triton_experts
+            kernels,
+            attention=triton_paged_attention,
+            experts=triton_experts,
+            recurrence=partial(triton_recurrence, batch_invariant=kernels.batch_invariant),
+            causal_conv=triton_causal_conv,
         )
     kernels = kernels_for(kernels, model_plan(model))
     arena = Arena(groups, _BLOCKS, config.user.block_size, config.dtype, _META, config.storage)

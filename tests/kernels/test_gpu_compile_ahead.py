@@ -67,6 +67,14 @@ def test_the_kernels_of_a_decode_step(told: dict[str, Any]) -> None:
         check_kernel(kernel)
 
 
+@pytest.mark.slow
+def test_the_recurrences_of_models(triton_cache: Path) -> None:
+    kernels = json.loads(run(triton_cache, str(RIG), "recurrence"))["recurrence"]
+    assert {kernel["name"] for kernel in kernels.values()} == {"_few_tokens", "_many_tokens"}
+    for kernel in kernels.values():
+        check_kernel(kernel)
+
+
 def test_partials_are_read_after_their_programs_are_counted(told: dict[str, Any]) -> None:
     """Stores, barrier, count, barrier, and then loads that L1 does not serve."""
     store, *rest = told["step"]["order"]
@@ -84,6 +92,7 @@ PRESETS = [
     *("gemma-2-2b", "gemma-3-1b"),
 ]
 EAGLE3 = '{"method": "eagle3", "num_speculative_tokens": 3}'
+LOOKUPS = '{"num_speculative_tokens": 3}'
 ROWS = [str(1 << power) for power in range(9)]
 TOKENS = ["16", "512", "2048"]
 
@@ -94,6 +103,9 @@ TOKENS = ["16", "512", "2048"]
     [
         ("demo", ["--speculation", EAGLE3, "--structured-output"], ["1", "8"], ["64"]),
         ("olmo2", ["--dtype", "bfloat16"], ["1", "8"], ["16"]),  # norms of all heads together
+        *((f"preset:{name}", [], ["1", "8"], ["16", "512"])
+          for name in ("lfm2-350m", "qwen3.5-0.8b")),
+        ("olmo_hybrid", ["--dtype", "bfloat16", "--speculation", LOOKUPS], ["1", "8"], ["64"]),
         *((f"preset:{name}", ["--weight-dtype", weights], ROWS, TOKENS)
           for name in PRESETS for weights in ("auto", "int8", "fp8")),
         *((f"preset:{name}", ["--weight-dtype", "int4"], ["1", "2", "4", "16"], ["512"])

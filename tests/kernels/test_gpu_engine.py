@@ -19,8 +19,10 @@ pytest.importorskip("triton")
 
 from stepgraph.runtime.kernels.triton import kernel_calls
 from stepgraph.runtime.kernels.triton.backend import gpu_kernels
+from stepgraph.runtime.kernels.triton.causal_conv import triton_causal_conv
 from stepgraph.runtime.kernels.triton.decode_attention import triton_paged_attention
 from stepgraph.runtime.kernels.triton.experts import triton_experts
+from stepgraph.runtime.kernels.triton.recurrence import triton_recurrence
 from stepgraph.runtime.tools.compile_ahead import record_steps
 
 from ..loading.test_weight_formats import SIZES, save_as
@@ -34,9 +36,9 @@ from ..speculation.test_speculation import run_mixed
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SLOW_VARIANTS = (  # each takes seconds of interpretation
     *("odd", "base", "gemma2", "gemma3", "mistral", "mixtral_one", "qwen3", "qwen3_yarn"),
-    *("deepseek_v3", "phi3_longrope"),
+    *("deepseek_v3", "phi3_longrope", "qwen3_next", "qwen3_5_moe"),
 )
-FAST = ["deepseek_v2", "gpt_oss_odd"]
+FAST = ["deepseek_v2", "gpt_oss_odd", "olmo_hybrid", "kimi_linear"]
 SLOW = [v for v in (*SLOW_VARIANTS, *EXPERT_VARIANTS) if v not in FAST]
 VARIANTS = [*FAST, *(pytest.param(v, marks=pytest.mark.slow) for v in SLOW)]
 
@@ -49,9 +51,13 @@ def gpu_engine(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> Open:
         _device: Any, _mode: Any, _dtype: Any, weights: Any, _kernels: Any, **_: Any
     ) -> Kernels:
         kernels = gpu_kernels(weights)
-        # The operator around it is for CUDA's tensors.
+        # The operators around them are for CUDA's tensors.
         return dataclasses.replace(
-            kernels, attention=triton_paged_attention, experts=triton_experts
+            kernels,
+            attention=triton_paged_attention,
+            experts=triton_experts,
+            recurrence=triton_recurrence,
+            causal_conv=triton_causal_conv,
         )
 
     monkeypatch.setattr(startup, "select_kernels", select)

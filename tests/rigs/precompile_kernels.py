@@ -1,6 +1,7 @@
 """Compiles kernels ahead and launches them, on a CUDA device that is made up; prints JSON.
 
-The parts are `small` (kernels of this file), `step` (of a greedy decode step) and `engine`.
+The parts are `small` (kernels of this file), `step` (of a greedy decode step), `recurrence` (of
+models with recurrent layers) and `engine`.
 
 Run by `test_gpu_compile_ahead.py` in a process that does not interpret kernels. A launch there does
 everything that Triton does for a launch on a real device but run the machine code.
@@ -20,14 +21,21 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from row_states import StateRig  # in the folder of this script
 from stepgraph.runtime import EngineConfig
 from stepgraph.runtime.engine import startup
 from stepgraph.runtime.engine.memory import StepMemory
+from stepgraph.runtime.kernels.ops.recurrence import recurrent_state
 from stepgraph.runtime.kernels.triton.backend import gpu_kernels
 from stepgraph.runtime.kernels.triton.decode_attention import triton_paged_attention
 from stepgraph.runtime.kernels.triton.filled_memory import FilledMemory
-from stepgraph.runtime.kernels.triton.kernel_calls import call_kernel, wait_for_inputs
+from stepgraph.runtime.kernels.triton.kernel_calls import (
+    call_kernel,
+    record_kernel_calls,
+    wait_for_inputs,
+)
 from stepgraph.runtime.kernels.triton.precompile import compile_kernels
+from stepgraph.runtime.kernels.triton.recurrence import triton_recurrence
 from stepgraph.runtime.tools.compile_ahead import compile_kernel_calls, record_steps
 from triton.backends.compiler import GPUTarget
 
@@ -163,6 +171,38 @@ def step_kernels() -> dict[str, Any]:
     }
 
 
+RECURRENCES = {  # key heads, value heads, K, V, decays, delta rule
+    "Qwen3-Next": (16, 32, 128, 128, 1, True),
+    "OLMo Hybrid": (30, 30, 96, 192, 1, True),
+    "Kimi Linear": (32, 32, 128, 128, 128, True),
+    "Nemotron 3": (8, 128, 128, 64, 1, False),
+    "Jamba": (1, 512, 16, 1, 16, False),
+}
+
+
+def recurrence_kernels() -> dict[str, Any]:
+    """Compile the recurrences of decode, verify and prefill steps of models."""
+    found: dict[str, Any] = {}
+    for name, (groups, heads, key, value, decays, delta) in RECURRENCES.items():
+        rig = StateRig(
+            [recurrent_state(groups, heads, key, value, decays)], rows=8, columns=8,
+            block_size=16, itemsize=2, generator=torch.Generator(), device="meta",
+        )  # fmt: skip
+        with record_kernel_calls() as calls:
+            for count in (1, 4, None):
+                spans = [(row, 0, count or 16) for row in range(8)]
+                batch = rig.batch(spans, tokens_per_row=count)
+                shapes = [(groups, key), (groups, key), (heads, value), (heads, decays)]
+                shapes += [(heads,)] * delta
+                tokens = len(batch.positions)
+                tensors = [torch.empty(tokens, *shape, device="meta") for shape in shapes]
+                tensors += [None] * (not delta)
+                triton_recurrence(*tensors, batch, rig.places[0])
+        kernels = compile_kernel_calls(calls, 90)
+        found |= {f"{name} {index}": kernel.to_json() for index, kernel in enumerate(kernels)}
+    return found
+
+
 def memory_order(ptx: str) -> list[str]:
     """Instructions of decode attention, from the last of its stores to partials on: barriers,
     atomic operations, and what touches global memory."""
@@ -203,7 +243,12 @@ def main() -> None:
     """Print the JSON of the parts that are asked for."""
     triton.runtime.driver.set_active(DRIVER)
     triton.knobs.compilation.listener = count
-    parts = {"small": small_kernels, "step": step_kernels, "engine": engine_kernels}
+    parts = {
+        "small": small_kernels,
+        "step": step_kernels,
+        "recurrence": recurrence_kernels,
+        "engine": engine_kernels,
+    }
     print(json.dumps({part: parts[part]() for part in sys.argv[1:]}))
 
 

@@ -12,9 +12,11 @@ from torch import Tensor
 
 from ..choice import Kernels
 from ..ops.attention import paged_attention
+from ..ops.convolution import causal_conv
 from ..ops.experts_operator import opaque_experts
 from ..ops.layer_plan import BoundModel
 from ..ops.linear import LinearTensors, reference_linear
+from ..ops.recurrence import recurrence
 from ..ops.stack import DecodeStep, Stack
 from ..weights import WeightStorage
 from .fusion import fusion_obstacle
@@ -101,14 +103,20 @@ def gpu_kernels(
             found: Tensor = torch.ops.stepgraph.linear_of_codes.default(*arguments)
             return found
         out_TN = x_TK.new_empty(x_TK.shape[0], out_features)
-        chosen().norm_linear(x_TK, LinearTensors(weight_NK, scales_N, bias_N), out_TN)
+        tensors = LinearTensors(weight_NK, scales_N, bias_N)
+        chosen().norm_linear(x_TK.contiguous(), tensors, out_TN)
         return out_TN
 
     if torch.cuda.is_available():
+        from .causal_conv import causal_conv_on_gpu as convolution
         from .decode_attention import paged_attention_on_gpu as attention
         from .experts import experts_on_gpu as experts
+        from .recurrence import recurrence_on_gpu
+
+        state_recurrence = recurrence_on_gpu(batch_invariant=batch_invariant)
     else:  # nothing calls the kernels, and Triton may be missing
         attention, experts = paged_attention, opaque_experts
+        convolution, state_recurrence = causal_conv, recurrence
     return Kernels(
         name="triton",
         attention=attention,
@@ -116,6 +124,8 @@ def gpu_kernels(
         experts=experts,
         bounded_by_length=True,
         masks=0,
+        recurrence=state_recurrence,
+        causal_conv=convolution,
         weights=weights,
         sampler="triton",
         make_stack=make_stack,

@@ -50,7 +50,7 @@ def _earlier_input(  # type: ignore[no-untyped-def]
     return x + tl.load(snapshots_ptr + at + f, mask=in_snapshot & inside, other=0.0).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lanes"])
 def _causal_conv(  # type: ignore[no-untyped-def]
     x_ptr, weight_ptr, bias_ptr, out_ptr,
     snapshots_ptr, inputs_ptr, snapshot_tables_ptr, input_tables_ptr, stored_ptr, positions_ptr,
@@ -135,7 +135,8 @@ def _convolution(
         _causal_conv, (tokens, triton.cdiv(features, _BLOCK_F)),
         x_TF, weight, bias_F, out_TF, *state_arguments(batch, x_TF.dtype), lanes,
         F=features, TAPS=weight.shape[2], SILU=silu, C=batch.block_size,
-        TOKENS=batch.tokens_per_row or 0, BLOCK_F=_BLOCK_F, BLOCK_R=triton.next_power_of_2(lanes),
+        TOKENS=batch.tokens_per_row or 0, BLOCK_F=_BLOCK_F,
+        BLOCK_R=0 if batch.tokens_per_row else triton.next_power_of_2(lanes),
     )  # fmt: skip
     return out_TF
 

@@ -49,8 +49,8 @@ _PIECE = 16
 """Most elements of a key that one warp multiplies."""
 _SLICE = 32
 """Most values of a program."""
-_MANY_PROGRAMS = 64
-"""Of a lane, about half of the processors of an H100. With fewer, slices are half as wide, as they
+_MANY_PROGRAMS = 128
+"""Of a lane, about the processors of an H100. With fewer, slices are half as wide, as they
 are for long keys, of which the registers hold no more."""
 
 
@@ -287,7 +287,7 @@ def _read(x, of_state, state, decayed, u):  # type: ignore[no-untyped-def]
     return out + tl.sum(weights[:, None] * u, axis=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lanes", "T"])
 def _many_tokens(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, out_ptr,
     snapshots_ptr, inputs_ptr, snapshot_tables_ptr, input_tables_ptr, stored_ptr, positions_ptr,
