@@ -190,8 +190,8 @@ class EngineConfig:
             and their tokens computed again.
         snapshot_bytes: bytes for cached snapshots of recurrent layers: the state after the prompt
             or the output of a request, from which later requests with the same prefix begin. None:
-            two for each of `max_num_seqs`, or 64 MiB. 0: none, so that requests of models with
-            recurrent layers share no prefix. See docs/hybrid-models.md.
+            two for each of `max_num_seqs`, at least 64 MiB. 0: only idle rows have room for some.
+            See docs/hybrid-models.md.
         max_model_len: maximum tokens of one sequence, prompt and output; None: the limit of model
             and cache.
         prefill_chunk: maximum prompt tokens per step; limits how long a prefill delays decoding.

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from stepgraph.cache.memory.handler import MemoryBudgetError
-from stepgraph.cache.spec import group_layers
+from stepgraph.cache.spec import group_layers, row_layout
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.runtime import ConfigError, EngineConfig
 from stepgraph.runtime.engine.memory import Phase, model_footprint, weight_bytes
@@ -37,6 +37,7 @@ from stepgraph.runtime.models.decoder import Decoder
 from stepgraph.runtime.models.plan import model_plan, plan_of
 from stepgraph.runtime.models.resolved_config import ResolvedConfig
 from stepgraph.runtime.models.sharding import allowed_ranks
+from transformers import AutoConfig
 
 from ..rigs.engine_rig import Open
 from ..rigs.sharding_rig import Meeting, ThreadCollectives, random_decoder, tiny_config
@@ -249,3 +250,21 @@ def test_host_caches_smaller_than_a_block_or_larger_than_the_budget(
 ) -> None:
     with pytest.raises(error):
         open_engine("base", host_cache_bytes=size)
+
+
+def test_published_snapshots() -> None:
+    """As in docs/hybrid-models.md: Qwen3.5 27B and LFM2 1.2B."""
+    delta = {f"linear_num_{kind}_heads": n for kind, n in (("key", 16), ("value", 48))}
+    delta |= {f"linear_{kind}_head_dim": 128 for kind in ("key", "value")}
+    conv = [
+        "conv" if layer not in (2, 5, 8, 10, 12, 14) else "full_attention" for layer in range(16)
+    ]
+    for model_type, fields, sizes in (
+        ("qwen3_5_text", {"num_hidden_layers": 64, "hidden_size": 5120, **delta}, (146.8, 2505)),
+        ("lfm2", {"layer_types": conv, "num_hidden_layers": 16, "hidden_size": 2048}, (0.08, 40)),
+    ):
+        config = AutoConfig.for_model(model_type, **fields).to_dict()
+        layout = row_layout(plan_of(ModelConfig.from_hf(config, {})).row_states, itemsize=2)
+        snapshot, token = sizes
+        assert layout.snapshot_bytes / 2**20 == pytest.approx(snapshot, abs=0.05)
+        assert layout.token_bytes / 2**10 == pytest.approx(token, abs=0.5)
