@@ -34,8 +34,8 @@ DELTA_RULE = {
     **{"linear_value_head_dim": 32, "layer_types": ["linear_attention", "full_attention"]},
     "shared_expert_intermediate_size": 64,
 }
-NO_LAYER_EMBEDDINGS = {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}
 MAMBA = {"mamba_n_heads": 4, "mamba_d_state": 32, "mamba_n_groups": 2, "mamba_expand": 1}
+LAYER_EMBEDDINGS = {"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 160}
 PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "Glm4MoeForCausalLM": ("fp8_blocks", EXPERTS),
     "Glm4MoeLiteForCausalLM": ("pack_quantized", EXPERTS | LATENT),
@@ -44,7 +44,7 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "HYV3ForCausalLM": ("fp8_blocks", EXPERTS),
     "MiMoV2FlashForCausalLM": ("fp8_blocks", EXPERTS | {"v_head_dim": 16}),
     "LagunaForCausalLM": ("fp8_blocks", EXPERTS),
-    "Gemma4ForCausalLM": ("modelopt_nvfp4", NO_LAYER_EMBEDDINGS | {"global_head_dim": 32}),
+    "Gemma4ForCausalLM": ("modelopt_nvfp4", LAYER_EMBEDDINGS | {"global_head_dim": 32}),
     "DeepseekV3ForCausalLM": ("fp8_blocks", EXPERTS | LATENT),
     "Qwen3MoeForCausalLM": ("awq", EXPERTS),
     "Qwen3NextForCausalLM": ("fp8_blocks", EXPERTS | DELTA_RULE),
