@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,7 +30,7 @@ from torch import Tensor
 from ..rigs.row_states import Span, StateRig
 from ..rigs.stack_plans import PlanRig, parameter
 from ..rigs.stack_rig import BLOCK_SIZE, LENGTH, ROWS
-from ..rigs.thread_rig import kernel_threads
+from ..rigs.thread_rig import kernel_threads, other_threads, starved
 
 pytestmark = pytest.mark.skipif(not kernels.have_compiler(), reason="needs a C++ compiler")
 
@@ -258,3 +259,18 @@ def test_rows_are_independent_of_steps_and_threads(mixer: str) -> None:
             again = rig.run(steps, stacked=True)
             for token, value in found.items():
                 assert torch.equal(again[token], value), token
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="needs Linux' schedulers")
+@pytest.mark.parametrize("mixer", ["short convolution", "delta rule", "state space"])
+def test_starved_threads_change_nothing(mixer: str) -> None:
+    """Threads that lose their core in a unit write neither results nor state afterwards."""
+    rig = HybridRig(model(MIXERS[mixer]), torch.bfloat16)
+    expected = rig.run(STEPS, stacked=True)
+    with kernel_threads(4):
+        rig.run(STEPS, stacked=True)
+    with kernel_threads(4), starved(other_threads()):
+        for _ in range(3):
+            found = rig.run(STEPS, stacked=True)
+            for token, value in expected.items():
+                assert torch.equal(found[token], value), token

@@ -29,7 +29,7 @@ from .experts_operator import OperatorArguments
 from .layer_plan import BoundLayer, BoundModel, LayerPlan, ModelPlan
 from .linear import Linear
 from .norms import GatedNorm, JoinNorms, Norm, QKNorm
-from .operation import AllReduce, Known, Operation, Residual, unsupported
+from .operation import Add, AllReduce, Known, Operation, Residual, unsupported
 from .rotation import Rotate
 from .state_space import StateSpace
 
@@ -44,12 +44,16 @@ KNOWN_TO_STACK: Known = {
     QKNorm: frozenset({"offset", "all_heads", "ranks"}),
     Rotate: frozenset(),
     Attend: frozenset({"window", "chunk", "softcap", "sinks", "temperature", "writes"}),
-    GateOutput: frozenset({"reads"}),
+    GateOutput: frozenset({"reads", "writes", "per_feature"}),
+    Add: frozenset({"reads"}),
     Activate: frozenset({"limit", "alpha", "up_offset"}),
     AllReduce: frozenset(),
     Residual: frozenset({"scale"}),
     Experts: frozenset(
-        {"router_bias", "correction", "gate_up_bias", "down_bias", "shared", "scaled_inputs"}
+        {
+            *("router_bias", "correction", "gate_up_bias", "down_bias", "shared"),
+            *("scaled_inputs", "writes"),
+        }
     ),
 }
 """Supported by the C++ stack."""
@@ -108,10 +112,16 @@ class GatedBlock(NamedTuple):
 
 
 class ExpertsBlock(NamedTuple):
-    """A mixture of gated MLPs, added to the hidden states."""
+    """A mixture of gated MLPs, perhaps with a shared one beside it, added to the hidden states."""
 
     norm: Norm | None
     experts: Experts
+    shared_up: Linear | None
+    shared_activate: Activate | None
+    shared_down: Linear | None
+    shared_gate: Linear | None
+    gate_shared: GateOutput | None
+    add: Add | None
     sum: AllReduce | None
     output_norm: Norm | None
     residual: Residual
@@ -188,6 +198,15 @@ def _is_connected(block: Block) -> bool:
             return False
         expected[block.gate] = (block.input_norm.writes,)
         expected[block.gate_output] = (block.attend.writes, block.gate.writes)
+    if isinstance(block, ExpertsBlock) and block.shared_up is not None:
+        if block.norm is None or block.shared_down is None or block.add is None:
+            return False
+        normed, shared = (block.norm.writes,), block.shared_down.writes
+        expected |= {block.shared_up: normed, block.shared_gate: normed}
+        if block.gate_shared is not None and block.shared_gate is not None:
+            expected[block.gate_shared] = (shared, block.shared_gate.writes)
+            shared = block.gate_shared.writes
+        expected[block.add] = (block.experts.writes, shared)
     return all(op is None or op.reads == expected.get(op, ()) for op in block)
 
 
@@ -426,11 +445,18 @@ def _add_mlp(
     arguments.integers.append(isinstance(block, ExpertsBlock))
     if isinstance(block, ExpertsBlock):
         arguments.add_experts(block.experts, layer.experts(block.experts))
+        arguments.integers.append(block.shared_gate is not None)
+        if block.shared_gate is not None:
+            arguments.tensors += layer.linear(block.shared_gate)
+        up, activate, down = block.shared_up, block.shared_activate, block.shared_down
     else:
-        arguments.integers.append(block.activate.features)
-        arguments.tensors += layer.linear(block.gate_up)
-        arguments.add_activate(block.activate)
-        arguments.tensors += layer.linear(block.down)
+        up, activate, down = block.gate_up, block.activate, block.down
+    arguments.integers.append(up is not None)
+    if up is not None and activate is not None and down is not None:
+        arguments.integers.append(activate.features)
+        arguments.tensors += layer.linear(up)
+        arguments.add_activate(activate)
+        arguments.tensors += layer.linear(down)
 
 
 def _bound(layer: BoundLayer, norm: Norm | None) -> tuple[Norm | None, Tensor | None]:

@@ -15,7 +15,7 @@ from ..ops.delta_rule import DeltaRule
 from ..ops.experts import Experts
 from ..ops.layer_plan import LayerPlan, ModelPlan
 from ..ops.norms import GatedNorm, JoinNorms, QKNorm
-from ..ops.operation import Known, Operation
+from ..ops.operation import Add, Known, Operation
 from ..ops.stack import (
     KNOWN_TO_STACK,
     AttentionBlock,
@@ -28,7 +28,7 @@ from ..ops.stack import (
 from ..ops.state_space import StateSpace
 from .linear import FEW_ROWS
 
-_OTHERS = (JoinNorms, GateOutput, CausalConv, DeltaRule, StateSpace, GatedNorm)
+_OTHERS = (JoinNorms, Add, GateOutput, CausalConv, DeltaRule, StateSpace, GatedNorm)
 
 SUPPORTED: Known = {
     **{

@@ -140,8 +140,8 @@ int64_t Stack::layer_bytes() const {
     bytes += bytes_of(block.inputs) + bytes_of(block.output);
   });
   each<MlpBlock>([&](const MlpBlock& block) {
-    bytes += block.mixture ? block.mixture->token_bytes()
-                           : bytes_of(block.gate_up) + bytes_of(block.down);
+    if (block.mixture) bytes += block.mixture->token_bytes();
+    if (block.inner > 0) bytes += bytes_of(block.gate_up) + bytes_of(block.down);
   });
   return bytes / layers_;
 }
@@ -164,12 +164,14 @@ Stack::Layout Stack::layout(int64_t tokens, int threads) const {
   };
   const bool own = tokens <= kOwnRows;
   int64_t inner = 0, unaligned = 0;  // the widest MLP, and of those with incomplete blocks
+  bool shared = false;
   bool projected = false;  // a product is written as a whole before it is added
   for (const StackBlock& block : blocks_) {
     projected |= block.output_norm.weight != nullptr || block.summed;
   }
   each<MlpBlock>([&](const MlpBlock& block) {
-    if (!block.mixture) inner = std::max(inner, padded(block.inner));
+    if (block.inner > 0) inner = std::max(inner, padded(block.inner));
+    shared |= block.is_shared();
     if (block.inner % kBlock != 0) unaligned = std::max(unaligned, 2 * block.inner);
   });
   int64_t qkv = shape_.qkv_size(), attended = shape_.query_size();
@@ -190,6 +192,8 @@ Stack::Layout Stack::layout(int64_t tokens, int threads) const {
   at.projected = take(projected ? tokens * shape_.hidden : 0);
   at.inner = take(tokens * inner);
   at.gate_up = take(tokens * unaligned);
+  at.shared = take(shared ? tokens * shape_.hidden : 0);
+  at.shared_gates = take(shared ? tokens : 0);
   return at;
 }
 

@@ -41,14 +41,17 @@ struct AttentionBlock {
   int64_t rope;               // kind of rotation
 };
 
-// A gated MLP, or a mixture of them.
+// A gated MLP, or a mixture of them, or both: a shared MLP beside a mixture.
 struct MlpBlock {
   NormWeights norm;
   std::optional<Mixture> mixture;
   int64_t mixture_place;      // among the mixtures of the stack
-  Weights gate_up, down;      // without a mixture, as what follows
-  int64_t inner;              // features
+  Weights gate_up, down;      // of the MLP, as what follows
+  int64_t inner;              // features; 0: a mixture only
   Activation activation;
+  std::optional<Weights> shared_gate;  // [1, hidden], whose sigmoid multiplies the shared MLP
+
+  bool is_shared() const { return mixture.has_value() && inner > 0; }
 };
 
 // A recurrence or convolution, from its input norm to its output projection.
@@ -146,7 +149,8 @@ class Stack {
 
   // Where the activations of a step lie; elements from the start of the workspace.
   struct Layout {
-    int64_t x, normed, qkv, attended, gate, projected, inner, gate_up, own, own_size, total;
+    int64_t x, normed, qkv, attended, gate, projected, inner, gate_up, shared, shared_gates, own,
+        own_size, total;
     int64_t normed_stride;
   };
   Layout layout(int64_t tokens, int threads) const;

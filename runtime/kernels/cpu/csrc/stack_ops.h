@@ -286,7 +286,9 @@ inline MlpBlock read_mlp(ArgumentReader& reader, int64_t& mixtures, const StackS
   if (reader.flag()) {
     block.mixture = reader.mixture(shape.hidden);
     block.mixture_place = mixtures++;
-  } else {
+    if (reader.flag()) block.shared_gate = reader.linear(1, shape.hidden, "the shared gate");
+  }
+  if (reader.flag()) {
     block.inner = reader.integer();
     block.gate_up = reader.linear(2 * block.inner, shape.hidden, "gate and up");
     block.activation = reader.activation();

@@ -30,7 +30,8 @@ static_assert(kOwnRows <= kFewMixtureRows);
 // Below this a layer's second thread costs more than it brings: bytes of weights, times the tiles
 // of rows that pass over them.
 constexpr int64_t kLayerBytesPerThread = 128 * 1024;
-constexpr int kMostPhases = 2 + kMixturePhases;  // of a block: norms before and after
+constexpr int kSharedPhases = 4;  // of a shared MLP beside a mixture, and its gate
+constexpr int kMostPhases = 2 + kMixturePhases + kSharedPhases;  // of a block, with norms
 constexpr int64_t kRowsPerUnit = 8;    // of phases that work on rows
 constexpr int64_t kSummedColumns = 512;  // of a unit that sums over ranks, of kRowsPerUnit rows
 // Steps of more tokens wait for late threads: a second workspace of theirs would be large.
@@ -190,7 +191,7 @@ class StackThread {
       return begin_of(recurrent->inputs);
     }
     const MlpBlock& mlp = std::get<MlpBlock>(block.product);
-    if (!mlp.mixture) return begin_of(mlp.gate_up);
+    if (mlp.inner > 0) return begin_of(mlp.gate_up);
     const int64_t bytes = shape_.hidden * static_cast<int64_t>(sizeof(T));
     return static_cast<const char*>(mlp.mixture->router) + index_ * kRouterExperts * bytes;
   }
@@ -332,15 +333,53 @@ class StackThread {
 
   bool add(const StackBlock& block, const MlpBlock& mlp, const StackBlock& next, const T* x,
            T* residual) {
-    const T* inputs = normed(x, mlp.norm, mlp.mixture ? kMixtureInputPhases : 1);
-    if (!mlp.mixture) gated_mlp(mlp, inputs);
+    const int64_t shared_phases = mlp.is_shared() ? kSharedPhases : 0;
+    const T* inputs =
+        normed(x, mlp.norm, mlp.mixture ? kMixtureInputPhases + shared_phases : 1);
+    if (mlp.inner > 0) gated_mlp(mlp, inputs);
+    if (mlp.is_shared()) shared_mlp(mlp, inputs);
     return add(block, [&](auto publish) {
-      if (mlp.mixture) {
+      if (mlp.is_shared()) {
+        mixture(mlp, inputs, begin_of(next), with_shared(mlp, publish));
+      } else if (mlp.mixture) {
         mixture(mlp, inputs, begin_of(next), publish);
       } else {
         linear(mlp.down, workspace_ + at_.inner, padded(mlp.inner), begin_of(next), publish);
       }
     }, x, residual);
+  }
+
+  // The result of the MLP beside a mixture, and its gates.
+  void shared_mlp(const MlpBlock& mlp, const T* inputs) {
+    const Weights& following = mlp.shared_gate ? *mlp.shared_gate : mlp.down;
+    linear(mlp.down, workspace_ + at_.inner, padded(mlp.inner), begin_of(following),
+           to_rows(workspace_ + at_.shared, shape_.hidden));
+    if (mlp.shared_gate) {
+      linear(*mlp.shared_gate, inputs, at_.normed_stride, begin_of(following),
+             to_rows(workspace_ + at_.shared_gates, 1));
+    }
+  }
+
+  // Adds the shared MLP to the sums of a mixture.
+  template <class Publish>
+  auto with_shared(const MlpBlock& mlp, Publish publish) const {
+    return [this, &mlp, publish](int64_t block, int64_t row, int64_t rows, const float* sums) {
+      alignas(64) float joined[kGroupRows * kBlock];
+      const int64_t hidden = shape_.hidden, first = block * kBlock;
+      for (int64_t m = 0; m < rows; ++m) {
+        const T* shared = workspace_ + at_.shared + (row + m) * hidden;
+        F32x16 factor = F32x16{} + 1.0f;
+        if (mlp.shared_gate) {
+          const T gate = workspace_[at_.shared_gates + row + m];
+          factor = rounded<T>(times_sigmoid(factor, broadcast(static_cast<float>(gate))));
+        }
+        for (int64_t c = 0; c < kBlock && first + c < hidden; c += 16) {
+          const F32x16 added = rounded<T>(floats_of(shared, first + c, hidden) * factor);
+          store(joined + m * kBlock + c, rounded<T>(load<F32x16>(sums + m * kBlock + c)) + added);
+        }
+      }
+      publish(block, row, rows, static_cast<const float*>(joined));
+    };
   }
 
   bool add(const StackBlock& block, const RecurrentBlock& recurrent, const StackBlock& next,
