@@ -23,7 +23,9 @@ pytest.importorskip("triton")
 from stepgraph.runtime.execution.sample_steps import SampleCase, SampleSteps, sample_config
 from stepgraph.runtime.execution.step_key import StepKey
 from stepgraph.runtime.kernels.triton.backend import gpu_kernels
+from stepgraph.runtime.kernels.triton.causal_conv import triton_causal_conv
 from stepgraph.runtime.kernels.triton.dependent import is_dependent_launch_enabled
+from stepgraph.runtime.kernels.triton.recurrence import triton_recurrence
 from stepgraph.runtime.kernels.triton.stack import Operations
 
 from ..rigs.fake_graphs import FakeCapturer, FakeGraphs
@@ -47,7 +49,11 @@ def kernels_of(config: ResolvedConfig, **operations: Callable[..., Any]) -> Kern
     if DEVICE == "cuda":
         return kernels
     return dataclasses.replace(
-        kernels, attention=lambda *a: reference_paged_attention(*a), sampler="torch"
+        kernels,
+        attention=lambda *a: reference_paged_attention(*a),
+        recurrence=triton_recurrence,
+        causal_conv=triton_causal_conv,
+        sampler="torch",
     )
 
 
@@ -57,6 +63,7 @@ def kernels_of(config: ResolvedConfig, **operations: Callable[..., Any]) -> Kern
         ("base", {}),
         ("base", {"kv_dtype": "int8", "weight_dtype": "int8"}),
         ("base", {"weight_dtype": "int4"}),
+        ("olmo_hybrid", {}),
         pytest.param("gemma2", {"dtype": "bfloat16", "max_num_seqs": 3}, marks=pytest.mark.slow),
         pytest.param("qwen3_moe", {"dtype": "bfloat16", "max_num_seqs": 5}, marks=pytest.mark.slow),
         pytest.param("base", {"kv_dtype": "fp8", "weight_dtype": "fp8"}, marks=pytest.mark.slow),
@@ -103,6 +110,19 @@ def test_plain_layers_take_the_place_of_wrong_ones(
     assert error in fallback.error
     assert checked.make_stack is None
     assert checked.attention is kernels.attention
+
+
+def test_a_recurrence_without_its_state_is_found() -> None:
+    model, config = resolved("olmo_hybrid")
+
+    def forgetful(*arguments: Any) -> torch.Tensor:
+        *tensors, batch, place = arguments
+        states = batch.states._replace(input_tables=torch.zeros_like(batch.states.input_tables))
+        return triton_recurrence(*tensors, dataclasses.replace(batch, states=states), place)
+
+    kernels = dataclasses.replace(kernels_of(config), recurrence=forgetful)
+    with pytest.raises(KernelSelfTestError):
+        check_kernels(kernels, model, config, required=True)
 
 
 def test_device_that_is_lost_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
