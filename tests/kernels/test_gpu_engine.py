@@ -119,6 +119,20 @@ def test_drafts_and_masks_change_no_token(gpu_engine: Open, open_engine: Open) -
 
 
 @pytest.mark.slow
+def test_rejected_drafts_leave_recurrent_state_as_it_was(
+    gpu_engine: Open, open_engine: Open, tiny: Tiny
+) -> None:
+    params = [SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True)] * 2
+    prompts = tiny("olmo_hybrid").prompts(5, 2)
+    expected = run_mixed(open_engine("olmo_hybrid", kernels="torch"), prompts, params)
+    with gpu_engine("olmo_hybrid", speculation={"num_speculative_tokens": 3}) as engine:
+        guesses = guess(engine, {name: own[0] for name, own in expected.items()}, 0.7)
+        found = run_mixed(engine, prompts, params)
+        assert guesses.accepted > 2
+    assert [own[0] for own in found.values()] == [own[0] for own in expected.values()]
+
+
+@pytest.mark.slow
 def test_a_head_drafts_on_the_kernels(
     gpu_engine: Open, open_engine: Open, tiny: Tiny, tmp_path: Path
 ) -> None:
