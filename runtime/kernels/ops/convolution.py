@@ -14,11 +14,13 @@ from torch import Tensor
 
 from ....cache.spec import RowPlace
 from .batch import RaggedBatch
-from .row_states import SCHEMA, StateBatch, Walk, walk
+from .row_states import StateBatch, Walk, define_state_operator, walk
 
 Convolution = Callable[[Tensor, Tensor, "Tensor | None", bool, RaggedBatch, RowPlace], Tensor]
 """Computes `[T, F]` from inputs `[T, F]`, the weight `[F, 1, K]`, a bias `[F]` or None, and whether
 silu follows, and updates the state of the batch's rows."""
+CONVOLUTION_ARGUMENTS = "Tensor x, Tensor weight, Tensor? bias, bool silu"
+"""The schema of its arguments before the batch."""
 
 
 def reference_causal_conv(
@@ -55,26 +57,7 @@ def reference_causal_conv(
     return out_TF
 
 
-torch.library.define(
-    "stepgraph::causal_conv",
-    f"(Tensor x, Tensor weight, Tensor? bias, bool silu, {SCHEMA}) -> Tensor",
+causal_conv: Convolution = define_state_operator(
+    "causal_conv", CONVOLUTION_ARGUMENTS, reference_causal_conv, like=0
 )
-for _device in ("CPU", "CUDA"):
-    torch.library.impl("stepgraph::causal_conv", _device, reference_causal_conv)
-torch.library.register_fake("stepgraph::causal_conv", lambda x, *_: torch.empty_like(x))
-
-
-def causal_conv(
-    x_TF: Tensor,
-    weight: Tensor,
-    bias_F: Tensor | None,
-    silu: bool,
-    batch: RaggedBatch,
-    place: RowPlace,
-) -> Tensor:
-    """Compute a convolution with the operator, which is opaque to torch.compile; see
-    `Convolution`."""
-    out_TF: Tensor = torch.ops.stepgraph.causal_conv.default(
-        *(x_TF, weight, bias_F, silu), *StateBatch.of(batch, place)
-    )
-    return out_TF
+"""`reference_causal_conv` as an operator, which is opaque to torch.compile."""

@@ -34,13 +34,15 @@ from torch import Tensor
 
 from ....cache.spec import RowPlace, RowState, StatePart
 from .batch import RaggedBatch
-from .row_states import SCHEMA, StateBatch, Walk, walk
+from .row_states import StateBatch, Walk, define_state_operator, walk
 
 Recurrence = Callable[
     [Tensor, Tensor, Tensor, Tensor, "Tensor | None", RaggedBatch, RowPlace], Tensor
 ]
 """Computes `[T, H, V]` from q and k `[T, G, K]`, v `[T, H, V]`, g `[T, H, 1]` or `[T, H, K]`, and
 beta `[T, H]` or None (no delta rule), all float32, and updates the state of the batch's rows."""
+RECURRENCE_ARGUMENTS = "Tensor q, Tensor k, Tensor v, Tensor g, Tensor? beta"
+"""The schema of its tensors."""
 
 
 def recurrent_state(key_heads: int, heads: int, key: int, value: int, decays: int) -> RowState:
@@ -97,26 +99,7 @@ def reference_recurrence(
     return out_THV
 
 
-torch.library.define(
-    "stepgraph::recurrence",
-    f"(Tensor q, Tensor k, Tensor v, Tensor g, Tensor? beta, {SCHEMA}) -> Tensor",
+recurrence: Recurrence = define_state_operator(
+    "recurrence", RECURRENCE_ARGUMENTS, reference_recurrence, like=2
 )
-for _device in ("CPU", "CUDA"):
-    torch.library.impl("stepgraph::recurrence", _device, reference_recurrence)
-torch.library.register_fake("stepgraph::recurrence", lambda q, k, v, *_: torch.empty_like(v))
-
-
-def recurrence(
-    q_TGK: Tensor,
-    k_TGK: Tensor,
-    v_THV: Tensor,
-    g_THX: Tensor,
-    beta_TH: Tensor | None,
-    batch: RaggedBatch,
-    place: RowPlace,
-) -> Tensor:
-    """Compute a recurrence by an operator that is opaque to torch.compile; see `Recurrence`."""
-    out_THV: Tensor = torch.ops.stepgraph.recurrence.default(
-        *(q_TGK, k_TGK, v_THV, g_THX, beta_TH), *StateBatch.of(batch, place)
-    )
-    return out_THV
+"""`reference_recurrence` as an operator, which is opaque to torch.compile."""

@@ -25,7 +25,7 @@ from torch import Tensor
 from ....cache.spec import RowPlace
 from .batch import RaggedBatch
 
-SCHEMA = (
+_SCHEMA = (
     "Tensor(a!) snapshots, Tensor(b!) inputs, Tensor snapshot_tables, Tensor input_tables,"
     " Tensor stored, Tensor positions, Tensor token_rows, Tensor rows, Tensor? query_start_loc,"
     " SymInt? tokens_per_row, int block_size, int[] snapshot_places, int[] input_places"
@@ -34,7 +34,7 @@ SCHEMA = (
 
 
 class StateBatch(NamedTuple):
-    """The batch of an operator with recurrent state, in the order of `SCHEMA`."""
+    """The batch of an operator with recurrent state, in the order of `_SCHEMA`."""
 
     snapshots: Tensor
     inputs: Tensor
@@ -60,6 +60,39 @@ class StateBatch(NamedTuple):
             *(batch.query_start_loc, batch.tokens_per_row, batch.block_size),
             *(list(place.snapshot), [batch.block_size * at for at in place.inputs]),
         )
+
+
+def define_state_operator(
+    name: str,
+    arguments: str,
+    implementation: Callable[..., Tensor] | None = None,
+    *,
+    like: int,
+    devices: Sequence[str] = ("CPU", "CUDA"),
+) -> Callable[..., Tensor]:
+    """Define `stepgraph::<name>`, which torch.compile does not look into.
+
+    Return a function of the arguments, a `RaggedBatch` and a `RowPlace`.
+
+    Args:
+        name: of the operator.
+        arguments: schema of the arguments before the batch.
+        implementation: called with the arguments and the fields of `StateBatch`; None: in C++.
+        like: position of the argument whose shape and dtype the result has.
+        devices: for which this is the implementation.
+    """
+    torch.library.define(f"stepgraph::{name}", f"({arguments}, {_SCHEMA}) -> Tensor")
+    for device in devices if implementation is not None else ():
+        torch.library.impl(f"stepgraph::{name}", device, implementation)
+    torch.library.register_fake(f"stepgraph::{name}", lambda *given: torch.empty_like(given[like]))
+    operator = getattr(torch.ops.stepgraph, name).default
+
+    def run(*given: Any) -> Tensor:
+        *own, batch, place = given
+        out: Tensor = operator(*own, *StateBatch.of(batch, place))
+        return out
+
+    return run
 
 
 def part_of(memory: Tensor, entry: int, offset: int, shape: Sequence[int], of: Tensor) -> Tensor:

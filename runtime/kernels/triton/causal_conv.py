@@ -19,9 +19,10 @@ from torch import Tensor
 
 from ....cache.spec import RowPlace
 from ..ops.batch import RaggedBatch
-from ..ops.row_states import StateBatch
+from ..ops.convolution import CONVOLUTION_ARGUMENTS
+from ..ops.row_states import StateBatch, define_state_operator
 from .kernel_calls import call_kernel, let_dependents_start, wait_for_inputs
-from .row_states import define_state_operator, entry_of, first_column, state_arguments
+from .row_states import entry_of, first_column, state_arguments
 
 _BLOCK_F = 512
 """Features of a program."""
@@ -155,9 +156,6 @@ def triton_causal_conv(
 
 
 causal_conv_on_gpu = define_state_operator(
-    "triton_causal_conv",
-    "Tensor x, Tensor weight, Tensor? bias, bool silu",
-    _convolution,
-    like=0,
+    "triton_causal_conv", CONVOLUTION_ARGUMENTS, _convolution, like=0, devices=("CUDA",)
 )
 """`triton_causal_conv` as an operation that torch.compile does not look into."""

@@ -38,10 +38,10 @@ from torch import Tensor
 
 from ....cache.spec import RowPlace
 from ..ops.batch import RaggedBatch
-from ..ops.recurrence import Recurrence
-from ..ops.row_states import StateBatch
+from ..ops.recurrence import RECURRENCE_ARGUMENTS, Recurrence
+from ..ops.row_states import StateBatch, define_state_operator
 from .kernel_calls import call_kernel, let_dependents_start, wait_for_inputs
-from .row_states import define_state_operator, entry_of, first_column, lane_of, state_arguments
+from .row_states import entry_of, first_column, lane_of, state_arguments
 
 _TILE = tl.constexpr(16)
 """Rows of a tile, the least that a product has."""
@@ -479,9 +479,10 @@ def triton_recurrence(
 
 _operator = define_state_operator(
     "triton_recurrence",
-    "Tensor q, Tensor k, Tensor v, Tensor g, Tensor? beta, bool batch_invariant",
+    f"{RECURRENCE_ARGUMENTS}, bool batch_invariant",
     _recurrence,
     like=2,
+    devices=("CUDA",),
 )
 
 

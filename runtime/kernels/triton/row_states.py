@@ -7,15 +7,13 @@ batch by the kernels, so steps can be captured.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from ..ops.row_states import SCHEMA, StateBatch
+from ..ops.row_states import StateBatch
 
 
 def state_arguments(batch: StateBatch, dtype: torch.dtype) -> tuple[Any, ...]:
@@ -70,29 +68,3 @@ def first_column(row, position, stored_ptr, BLOCK_SIZE: tl.constexpr):  # type: 
 def entry_of(tables_ptr, row, columns, column, there):  # type: ignore[no-untyped-def]
     """Entry of a row's table, int64; 0, at which nothing is kept, unless it is `there`."""
     return tl.load(tables_ptr + row * columns + column, mask=there, other=0).to(tl.int64)
-
-
-def define_state_operator(
-    name: str, arguments: str, implementation: Callable[..., Tensor], *, like: int
-) -> Callable[..., Tensor]:
-    """Define `stepgraph::<name>` on CUDA, which torch.compile does not look into.
-
-    Return a function of the arguments, a `RaggedBatch` and a `RowPlace`.
-
-    Args:
-        name: of the operator.
-        arguments: schema of the arguments before the batch.
-        implementation: called with the arguments and the fields of `StateBatch`.
-        like: position of the argument whose shape and dtype the result has.
-    """
-    torch.library.define(f"stepgraph::{name}", f"({arguments}, {SCHEMA}) -> Tensor")
-    torch.library.impl(f"stepgraph::{name}", "CUDA", implementation)
-    torch.library.register_fake(f"stepgraph::{name}", lambda *given: torch.empty_like(given[like]))
-    operator = getattr(torch.ops.stepgraph, name).default
-
-    def run(*given: Any) -> Tensor:
-        *own, batch, place = given
-        out: Tensor = operator(*own, *StateBatch.of(batch, place))
-        return out
-
-    return run
