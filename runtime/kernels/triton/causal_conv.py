@@ -64,7 +64,10 @@ def _causal_conv(  # type: ignore[no-untyped-def]
     t = tl.program_id(0)
     f = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
     inside = f < F
-    newest = tl.load(weight_ptr + f * TAPS + TAPS - 1, mask=inside, other=0.0).to(tl.float32)
+    weights = ()  # the newest token's first
+    for lag in tl.static_range(0, TAPS):
+        weight = tl.load(weight_ptr + f * TAPS + TAPS - 1 - lag, mask=inside, other=0.0)
+        weights += (weight.to(tl.float32),)
     bias = tl.zeros([BLOCK_F], tl.float32)
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + f, mask=inside, other=0.0).to(tl.float32)
@@ -92,15 +95,14 @@ def _causal_conv(  # type: ignore[no-untyped-def]
     column = first_column(row, start, stored_ptr, C)
 
     x = tl.load(x_ptr + t.to(tl.int64) * F + f, mask=inside, other=0.0)
-    out = newest * x.to(tl.float32)
+    out = weights[0] * x.to(tl.float32)
     for lag in tl.static_range(1, TAPS):
-        weight = tl.load(weight_ptr + f * TAPS + TAPS - 1 - lag, mask=inside, other=0.0)
         earlier = _earlier_input(
             x_ptr, snapshots_ptr, inputs_ptr, snapshot_tables_ptr, input_tables_ptr, columns,
             snapshot_stride, input_stride, state_at, inputs_at, row, first, start, column,
             position - lag, f, F, TAPS, C,
         )  # fmt: skip
-        out += weight.to(tl.float32) * earlier
+        out += weights[lag] * earlier
     out += bias
     if SILU:
         out = out / (1.0 + tl.exp(-out))
