@@ -242,8 +242,10 @@ class KVCache:
             found.copies.inputs.extend(copies.inputs)
         return found
 
-    def grow(self, request_id: str, num_tokens: int) -> list[TableChange] | None:
+    def grow(self, request_id: str, num_tokens: int, drafted: int = 0) -> list[TableChange] | None:
         """Allocate the missing blocks of tokens 0 to `num_tokens` - 1 in all groups.
+
+        The last `drafted` of them are those of a drafter, which has no recurrent state.
 
         Returns:
             The changed entries of the request's block tables (often none); None if too few blocks
@@ -256,7 +258,8 @@ class KVCache:
         missing = [max(0, columns - len(table)) for table in held.tables]
         if sum(missing) > self.pool.num_free:
             return None
-        if self.states is not None and not self.states.can_advance(request_id, num_tokens):
+        stop = num_tokens - drafted
+        if self.states is not None and not self.states.can_advance(request_id, stop):
             return None
         changes: list[TableChange] = []
         for group, (table, count) in enumerate(zip(held.tables, missing, strict=True)):
@@ -265,7 +268,7 @@ class KVCache:
                 table.append(block)
         held.room = min(map(len, held.tables)) * self.block_size
         if self.states is not None:
-            changes += self._of_states(self.states.advance(request_id, num_tokens))
+            changes += self._of_states(self.states.advance(request_id, stop))
             held.room = min(held.room, self.states.room(request_id))
         return changes
 

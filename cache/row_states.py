@@ -51,7 +51,7 @@ class RowPools:
     Attributes:
         snapshots: entries for snapshots, entry 0 included.
         inputs: entries for the inputs of a block, entry 0 included.
-        ahead: the most tokens for which a step, or a drafter at its end, may need places.
+        ahead: the most tokens of a row that a decode or verify step computes.
         host: entries of each kind on the host, for swapped requests.
     """
 

@@ -98,7 +98,7 @@ class StatePlan(NamedTuple):
             user.max_num_seqs,
             min(config.max_prefill_rows, user.max_num_seqs),
             user.block_size,
-            ahead=config.tokens_ahead,
+            ahead=config.row_tokens,
             cached=cached,
             host=swapped,
         )

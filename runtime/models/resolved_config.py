@@ -107,10 +107,9 @@ class ResolvedConfig:
         return self.speculation.num_speculative_tokens
 
     @property
-    def tokens_ahead(self) -> int:
-        """Most tokens of a row that a step computes, and a drafter at its end."""
-        drafts = self.proposed_drafts
-        return max(self.tokens_per_row, default=1) + (drafts + 1 if drafts else 0)
+    def row_tokens(self) -> int:
+        """Most tokens of a row that a decode or verify step computes."""
+        return 1 if self.speculation is None else 1 + self.speculation.num_speculative_tokens
 
     @property
     def kept_drafts(self) -> int:

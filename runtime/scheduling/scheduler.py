@@ -407,7 +407,7 @@ class Scheduler:
             table = cache.block_table(request.id, group)
             stop = min(end + min(drafts + 1, request.num_unsampled - 1), request.outgrown_at)
             if not request.siblings:
-                self._grow(plan, request, stop)
+                self._grow(plan, request, stop, stop - end)
             plan.prefill[index] = replace(chunk, draft_stop=len(table) * cache.block_size)
         plan.prompt_drafts = drafts
 
@@ -648,9 +648,9 @@ class Scheduler:
         self._reserved[request] = blocks
         self._num_releases += blocks < before
 
-    def _grow(self, plan: StepPlan, request: Request, stop: int) -> bool:
-        """Allocate the blocks of tokens up to `stop`, if enough are free."""
-        grown = self.cache.grow(request.id, stop)
+    def _grow(self, plan: StepPlan, request: Request, stop: int, drafted: int = 0) -> bool:
+        """Allocate the blocks of tokens up to `stop`, if enough are free; see `KVCache.grow`."""
+        grown = self.cache.grow(request.id, stop, drafted)
         if grown is None:
             return False
         self._update_tables(plan, request, grown)
@@ -662,7 +662,7 @@ class Scheduler:
 
         This step computes `count` of them.
         """
-        if not self._grow(plan, request, request.num_computed + tokens):
+        if not self._grow(plan, request, request.num_computed + tokens, tokens - count):
             return False
         self._wakes.cancel(request)
         self._schedule_next(request, count=count)

@@ -96,9 +96,8 @@ class Rig:
         pools = None
         if snapshots is not None:
             tokens_per_row = min(tokens_per_row, block_size)
-            ahead = tokens_per_row * (1 + (drafter and tokens_per_row > 1))
             sizes = max_num_seqs, min(max_prefill_rows, max_num_seqs), block_size
-            pools = RowPools.of(*sizes, ahead=ahead, cached=snapshots, host=host_blocks)
+            pools = RowPools.of(*sizes, ahead=tokens_per_row, cached=snapshots, host=host_blocks)
         self.cache = KVCache(
             groups,
             max(usable_blocks, most_blocks(2)) + 1,  # one token in and one out
