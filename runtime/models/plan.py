@@ -396,6 +396,7 @@ def delta_rule(config: ModelConfig, kind: LayerKind) -> Iterator[Operation]:
             alternatives=(conv(names, qkv), conv(names, equal)),
         ),
         silu=True,
+        blocks=qkv,
     )
 
     def number(name: str, shape: Shape) -> Parameter:

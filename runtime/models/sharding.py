@@ -2,9 +2,10 @@
 
 Queries, keys, values, gates and ups are cut by output rows, by heads or features; the products
 after them by input columns, whose results the ranks add (`AllReduce`). Experts are cut by features,
-each of them, so that all ranks have the same work whichever experts a token chooses. Embedding and
-head are cut by tokens of the vocabulary. Norms, routers, what latent attention caches and, with
-fewer key/value heads than ranks, these heads are replicated.
+each of them, so that all ranks have the same work whichever experts a token chooses. The delta rule
+is cut by key heads, its recurrent state and convolution included. Embedding and head are cut by
+tokens of the vocabulary. Norms, routers, what latent attention caches and, with fewer key/value
+heads than ranks, these heads are replicated.
 """
 
 from __future__ import annotations

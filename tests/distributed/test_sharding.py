@@ -44,11 +44,13 @@ REPEATED = (  # of parts that others have
     *("mistral_full", "smollm3_listed", "phi3_quarter", "granite4_nope", "glm", "glm4_dynamic"),
     *("llama_longrope", "llama_dynamic", "phi3_longrope", "olmo3_lengths", "mixtral_all"),
     *("qwen3_moe_sliding", "gpt_oss_odd", "deepseek_v2_greedy", "deepseek_v3_scaled"),
+    *("qwen3_next_odd", "qwen3_5_moe", "olmo_hybrid_rotated", "lfm2_moe_unbiased"),
 )
-SPLIT = [  # neither convolutions nor recurrences are
+GATED_DELTA_NET = ("qwen3_next", "qwen3_5", "olmo_hybrid")
+SPLIT = [  # other recurrences are not
     variant
     for variant in VARIANTS
-    if not variant.startswith("lfm2") and variant not in HYBRID_VARIANTS
+    if variant not in HYBRID_VARIANTS or variant.startswith(GATED_DELTA_NET)
 ]
 QUICK = [variant for variant in SPLIT if variant not in REPEATED]
 CASES = [  # quick: two or four ranks by turns

@@ -99,16 +99,21 @@ def test_ranks_of_presets_hold_the_whole_model(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "ranks"),
+    ("variant", "changes", "ranks"),
     [
-        ({"num_heads": 6, "num_kv_heads": 2}, 4),
-        ({"num_heads": 12, "num_kv_heads": 2}, 3),
-        ({"intermediate_size": 81}, 2),
-        ({"vocab_size": 3}, 6),
+        ("base", {"num_heads": 6, "num_kv_heads": 2}, 4),
+        ("base", {"num_heads": 12, "num_kv_heads": 2}, 3),
+        ("base", {"intermediate_size": 81}, 2),
+        ("base", {"vocab_size": 3}, 6),
+        ("lfm2", {"hidden_size": 49}, 6),
+        ("qwen3_5", {}, 4),
+        ("kimi_linear", {}, 2),
     ],
 )
-def test_refusals_of_what_does_not_divide(changes: dict[str, int], ranks: int) -> None:
-    config = dataclasses.replace(tiny_config("base", 6), bos_token_id=None, eos_token_ids=())
+def test_refusals_of_what_does_not_divide(
+    variant: str, changes: dict[str, int], ranks: int
+) -> None:
+    config = dataclasses.replace(tiny_config(variant, 6), bos_token_id=None, eos_token_ids=())
     config = dataclasses.replace(config, **changes)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, check=lambda error: error.field == "tensor_parallel"):
         shard_config(config, 0, ranks)

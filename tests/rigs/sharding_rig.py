@@ -156,14 +156,23 @@ def tiny_config(variant: str, ranks: int) -> ModelConfig:
         kv_heads = _round_up(kv_heads, ranks)
     experts = config.experts
     if experts is not None:
-        width = _round_up(experts.moe_intermediate_size, ranks)
-        experts = dataclasses.replace(experts, moe_intermediate_size=width)
+        sizes = ("moe_intermediate_size", "shared_expert_intermediate_size")
+        rounded = {name: _round_up(getattr(experts, name), ranks) for name in sizes}
+        experts = dataclasses.replace(experts, **rounded)
+    delta = config.delta_rule
+    if delta is not None:
+        key_heads = _round_up(delta.linear_num_key_heads, ranks)
+        each = delta.linear_num_value_heads // delta.linear_num_key_heads
+        delta = dataclasses.replace(
+            delta, linear_num_key_heads=key_heads, linear_num_value_heads=key_heads * each
+        )
     return dataclasses.replace(
         config,
         num_kv_heads=kv_heads,
         num_heads=_round_up(config.num_heads, math.lcm(kv_heads, ranks)),
         intermediate_size=_round_up(config.intermediate_size, ranks),
         experts=experts,
+        delta_rule=delta,
     )
 
 

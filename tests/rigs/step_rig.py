@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import cast
 
 import torch
-from stepgraph.cache.arena import Arena, Storage, arena_views
-from stepgraph.cache.spec import group_layers, layouts
+from stepgraph.cache.arena import Arena, StateMemory, Storage, arena_views
+from stepgraph.cache.row_states import RowPools
+from stepgraph.cache.spec import group_layers, layouts, row_layout
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.runtime import SamplingParams
 from stepgraph.runtime.execution.inputs import DeviceRows, DraftInputs, Int64Array, StepInputs
@@ -66,6 +67,10 @@ class StepRig:
         self.arena = Arena(groups, blocks, block_size, dtype, device, storage).tensor
         self.layers = arena_views(self.arena, layouts(groups), block_size, storage)
         self.poison()
+        states, memory = self.decoder.plan.row_states, None
+        if states:
+            pools = RowPools(1 + rows * columns, 1 + rows * columns, ahead=1)
+            memory = StateMemory(row_layout(states, dtype.itemsize), pools, block_size, device)
         self.state = DeviceRows.allocate(
             rows,
             len(groups),
@@ -73,9 +78,14 @@ class StepRig:
             config.vocab_size,
             device,
             rope_by_length=self.decoder.plan.rope_by_length,
+            recurrent=memory is not None,
+            memory=memory,
         )
         order = 1 + torch.randperm(blocks - 2, dtype=torch.int32, generator=generator)
-        self.state.block_tables[:, :rows] = order.view(len(groups), rows, columns)
+        self.state.block_tables[: len(groups), :rows] = order.view(len(groups), rows, columns)
+        if memory is not None:
+            entries = torch.randperm(rows * columns, dtype=torch.int32, generator=generator)
+            self.state.block_tables[-2:, :rows] = 1 + entries.view(rows, columns)
         for row, own in enumerate(params):
             parameters = self.state.sampling.row_parameters(
                 own, seed=row, prompt_ids=[1, 2], output_ids=[], stop_token_ids=()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from statistics import NormalDist
 from typing import Literal
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .operation import Binding, Operation, Run, ShardedLayer, per_token
+from .operation import Binding, NeededUnits, Operation, Run, ShardedLayer, per_token
 
 ActivationName = Literal["silu", "gelu_tanh"]
 
@@ -69,7 +69,7 @@ class Activate(Operation):
     def shard(self, layer: ShardedLayer, following: Operation | None) -> Iterator[Operation]:
         yield replace(self, features=len(layer.rank.part(self.features)))
 
-    def needed_units(self, split: tuple[int, ...], layer: ShardedLayer) -> Sequence[range] | None:
+    def needed_units(self, split: tuple[int, ...], layer: ShardedLayer) -> NeededUnits:
         return [layer.rank.part(features) for features in split]
 
     def live_bytes(self, hidden: int, itemsize: int, *, eager: bool) -> int:
@@ -98,7 +98,7 @@ class GateOutput(Operation):
         own = len(layer.rank.part(self.features)) if self.per_feature else self.features
         yield replace(self, features=own)
 
-    def needed_units(self, split: tuple[int, ...], layer: ShardedLayer) -> Sequence[range] | None:
+    def needed_units(self, split: tuple[int, ...], layer: ShardedLayer) -> NeededUnits:
         return [layer.rank.part(features) for features in split] if self.per_feature else None
 
     def live_bytes(self, hidden: int, itemsize: int, *, eager: bool) -> int:

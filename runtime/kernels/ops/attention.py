@@ -17,7 +17,7 @@ Latent attention stores no v: the values are the first E elements of the keys.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -30,7 +30,16 @@ from ....cache.spec import PagedState
 from .batch import LayerPlace, RaggedBatch
 from .kv_storage import read_blocks as read_side
 from .kv_storage import write_blocks as write_side
-from .operation import Binding, LayerStep, Operation, Run, ShardedLayer, Vector, per_token
+from .operation import (
+    Binding,
+    LayerStep,
+    NeededUnits,
+    Operation,
+    Run,
+    ShardedLayer,
+    Vector,
+    per_token,
+)
 from .parameter import Parameter, cut
 
 
@@ -349,7 +358,7 @@ class Attend(Operation):
             sinks=None if self.sinks is None else cut(self.sinks, [heads]),
         )
 
-    def needed_units(self, split: tuple[int, ...], layer: ShardedLayer) -> Sequence[range] | None:
+    def needed_units(self, split: tuple[int, ...], layer: ShardedLayer) -> NeededUnits:
         return layer.rank_heads
 
     def live_bytes(self, hidden: int, itemsize: int, *, eager: bool) -> int:

@@ -5,15 +5,16 @@ Shapes: T tokens, F features, K taps of the kernel.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 from torch import Tensor
 
 from ....cache.spec import RowState, StatePart
-from .operation import Binding, LayerStep, Operation, Run, Vector
-from .parameter import Parameter
+from .operation import Binding, LayerStep, NeededUnits, Operation, Run, ShardedLayer, Vector
+from .parameter import Parameter, cut
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +32,8 @@ class CausalConv(Operation):
     """Whether silu follows. Other parts of the value are passed on."""
     gated: bool = False
     """Whether the value is (b, c, x), and the result c * conv(b * x) (LFM2)."""
+    blocks: tuple[int, ...] = ()
+    """Sizes of the blocks of features of which each rank has a part; empty: one block."""
 
     @property
     def features(self) -> int:
@@ -75,8 +78,29 @@ class CausalConv(Operation):
         return run_gated if self.gated else run_first
 
     def rank_obstacle(self, ranks: int) -> Iterator[str]:
-        if ranks > 1:
-            yield "its convolutions are not split"
+        for size in self.blocks or (self.features,):
+            if size % ranks:
+                yield f"{ranks} does not divide {size} features of a convolution"
+
+    def shard(self, layer: ShardedLayer, following: Operation | None) -> Iterator[Operation]:
+        sizes = self.blocks or (self.features,)
+        rows = self._own(layer, sizes)
+        yield replace(
+            self,
+            weight=cut(self.weight, rows),
+            bias=None if self.bias is None else cut(self.bias, rows),
+            blocks=tuple(map(len, rows)) if self.blocks else (),
+        )
+
+    def needed_units(self, split: tuple[int, ...], layer: ShardedLayer) -> NeededUnits:
+        others = [layer.rank.part(size) for size in split[1:]]
+        return [self._own(layer, self.blocks or split[:1]), *others]
+
+    def _own(self, layer: ShardedLayer, sizes: Sequence[int]) -> list[range]:
+        """Return the features of a rank, of blocks of these sizes."""
+        starts = accumulate(sizes, initial=0)
+        parts = [(start, layer.rank.part(size)) for start, size in zip(starts, sizes, strict=False)]
+        return [range(start + part.start, start + part.stop) for start, part in parts]
 
     def live_bytes(self, hidden: int, itemsize: int, *, eager: bool) -> int:
         return itemsize * 6 * self.features + 4 * (3 if eager else 2) * self.features

@@ -7,15 +7,15 @@ F = 2GK + HV features of queries, keys and values, X decays of a head: 1, or K.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from ....cache.spec import RowState
-from .operation import Binding, LayerStep, Operation, Run, Vector, per_token
-from .parameter import Parameter
+from .operation import Binding, LayerStep, Operation, Run, ShardedLayer, Vector, per_token
+from .parameter import Parameter, cut
 from .recurrence import recurrent_state
 
 _LEAST_SQUARES = 1e-6
@@ -103,8 +103,18 @@ class DeltaRule(Operation):
         return run
 
     def rank_obstacle(self, ranks: int) -> Iterator[str]:
-        if ranks > 1:
-            yield "its delta rule is not split"
+        if self.key_heads % ranks:
+            yield f"{ranks} does not divide {self.key_heads} key heads of the delta rule"
+        elif ranks > 1 and self.decays > 1:
+            yield "its decays of channels are not split"
+
+    def shard(self, layer: ShardedLayer, following: Operation | None) -> Iterator[Operation]:
+        yield replace(
+            self,
+            a_log=cut(self.a_log, [layer.rank.part(self.heads)]),
+            dt_bias=cut(self.dt_bias, [layer.rank.part(self.heads * self.decays)]),
+            key_heads=len(layer.rank.part(self.key_heads)),
+        )
 
     def live_bytes(self, hidden: int, itemsize: int, *, eager: bool) -> int:
         keys, values = self.key_heads * self.key_dim, self.heads * self.value_dim

@@ -6,14 +6,22 @@ cache holds of a token, F features, D size of a key or value.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from .norms import RMSNorm
-from .operation import Binding, LayerStep, Operation, Run, ShardedLayer, per_token
+from .operation import (
+    Binding,
+    LayerStep,
+    NeededUnits,
+    Operation,
+    Run,
+    ShardedLayer,
+    per_token,
+)
 from .parameter import Parameter, cut_heads
 from .rotation import rotate
 
@@ -109,7 +117,7 @@ class LatentQueries(LatentOperation):
 
         return run
 
-    def needed_units(self, split: tuple[int, ...], layer: ShardedLayer) -> Sequence[range] | None:
+    def needed_units(self, split: tuple[int, ...], layer: ShardedLayer) -> NeededUnits:
         first, *others = split
         return layer.rank.part(first), *map(range, others)
 

@@ -261,9 +261,8 @@ class Linear(Operation):
             yield "its products with factors are not split"
 
     def shard(self, layer: ShardedLayer, following: Operation | None) -> Iterator[Operation]:
-        if (
-            layer.is_cut and not self.reads
-        ):  # each rank multiplies its part of the input; one adds the bias
+        if layer.is_cut and not self.reads:
+            # Each rank multiplies its part of the input; one adds the bias.
             layer.is_cut = False
             weight, bias = layer.rank.columns(self.weight), layer.rank.once(self.bias)
             own = replace(self, weight=weight, bias=bias)
@@ -277,15 +276,17 @@ class Linear(Operation):
             yield self
             return
         starts = accumulate(self.split[:-1], initial=0)
+        blocks = [(units,) if isinstance(units, range) else units for units in kept]
         rows = [
             range((start + units.start) * self.unit, (start + units.stop) * self.unit)
-            for start, units in zip(starts, kept, strict=True)
+            for start, own in zip(starts, blocks, strict=True)
+            for units in own
         ]
         yield replace(
             self,
             weight=cut(self.weight, rows),
             bias=None if self.bias is None else cut(self.bias, rows),
-            split=tuple(map(len, kept)) if self.split else (),
+            split=tuple(sum(map(len, own)) for own in blocks) if self.split else (),
         )
 
 

@@ -5,7 +5,7 @@ Shapes: T tokens, D features, H query heads, G key/value heads, E head_dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -18,6 +18,7 @@ from .operation import (
     QKV,
     Binding,
     LayerStep,
+    NeededUnits,
     Operation,
     Run,
     ShardedLayer,
@@ -26,7 +27,7 @@ from .operation import (
     on_part,
     per_token,
 )
-from .parameter import Parameter, cut_heads
+from .parameter import Parameter, cut, cut_heads
 
 
 class RMSNorm(nn.Module):
@@ -93,7 +94,7 @@ class Norm(Operation):
         norm = to.module(self.weight, self.module)
         return on_part(per_token(to.kernels, norm), self.part)
 
-    def needed_units(self, split: tuple[int, ...], layer: ShardedLayer) -> Sequence[range] | None:
+    def needed_units(self, split: tuple[int, ...], layer: ShardedLayer) -> NeededUnits:
         return None if self.part == 0 else super().needed_units(split, layer)
 
     def live_bytes(self, hidden: int, itemsize: int, *, eager: bool) -> int:
@@ -146,6 +147,12 @@ class GatedNorm(Operation):
 
         norm = per_token(to.kernels, norm)
         return lambda parts, step: norm(*parts)
+
+    def shard(self, layer: ShardedLayer, following: Operation | None) -> Iterator[Operation]:
+        own, weight = layer.rank.part(self.features), self.weight
+        if weight.shape[0] == self.features > self.group:
+            weight = cut(weight, [own])
+        yield replace(self, weight=weight, features=len(own))
 
     def live_bytes(self, hidden: int, itemsize: int, *, eager: bool) -> int:
         return itemsize * (hidden + 3 * self.features) + 4 * (4 if eager else 1) * self.features
@@ -258,5 +265,5 @@ class QKNorm(Operation):
             ranks=layer.rank.ranks,
         )
 
-    def needed_units(self, split: tuple[int, ...], layer: ShardedLayer) -> Sequence[range] | None:
+    def needed_units(self, split: tuple[int, ...], layer: ShardedLayer) -> NeededUnits:
         return layer.rank_heads

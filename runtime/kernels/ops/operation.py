@@ -55,6 +55,8 @@ QKV = tuple[Tensor, Tensor, Tensor]
 """The value between the first projection of a layer and attention: queries, keys and values."""
 Run = Callable[[Any, LayerStep], Any]
 """A bound operation: the value, a tensor or a tuple of parts, to the next one."""
+NeededUnits = Sequence[range | Sequence[range]] | None
+"""Units of each part of a value: consecutive ones, or several ranges; None: all."""
 Module = Callable[[Parameter, Callable[[], nn.Module]], Any]
 """Returns the module that holds a parameter, made by the second argument if there is none yet."""
 
@@ -190,7 +192,7 @@ class Operation:
         """
         yield self
 
-    def needed_units(self, split: tuple[int, ...], layer: ShardedLayer) -> Sequence[range] | None:
+    def needed_units(self, split: tuple[int, ...], layer: ShardedLayer) -> NeededUnits:
         """Return the units of each part of its input that a rank needs; None: all of all.
 
         Args:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from .operation import QKV, Binding, LayerStep, Operation, Run, ShardedLayer
+from .operation import QKV, Binding, LayerStep, NeededUnits, Operation, Run, ShardedLayer
 
 
 def rotate(x_TNE: Tensor, cos_TE: Tensor, sin_TE: Tensor, *, interleaved: bool = False) -> Tensor:
@@ -53,5 +52,5 @@ class Rotate(Operation):
 
         return run_queries if self.queries_only else run
 
-    def needed_units(self, split: tuple[int, ...], layer: ShardedLayer) -> Sequence[range] | None:
+    def needed_units(self, split: tuple[int, ...], layer: ShardedLayer) -> NeededUnits:
         return layer.rank_heads[: len(split)]

@@ -35,7 +35,7 @@ from .state_space import StateSpace
 
 KNOWN_TO_STACK: Known = {
     Norm: frozenset({"offset", "writes"}),
-    CausalConv: frozenset({"bias", "silu", "gated"}),
+    CausalConv: frozenset({"bias", "silu", "gated", "blocks"}),
     DeltaRule: frozenset({"beta_scale"}),
     StateSpace: frozenset({"time_limits", "gated"}),
     GatedNorm: frozenset({"gate", "gate_first", "in_float32"}),
