@@ -46,6 +46,11 @@ class Kernels:
     """Attention masks `[tokens, positions]` that exist at the same time, for the memory plan."""
     recurrence: Callable[..., Tensor] = recurrence
     """See `ops.recurrence.Recurrence`."""
+    delta_rule: Callable[..., Tensor] | None = None
+    """All of `ops.delta_rule.DeltaRule` in decode and verify steps; None: plain PyTorch around
+    `recurrence`. Takes queries and keys `[T, G, K]` and values `[T, H, V]` of the convolution, a
+    `[T, H, X]`, b `[T, H]`, A_log, dt_bias, the scale of beta, a `RaggedBatch` and a `RowPlace`;
+    returns `[T, H, V]` in the model's dtype."""
     causal_conv: Callable[..., Tensor] = causal_conv
     """See `ops.convolution.Convolution`."""
     sampler: SamplerName = "torch"
@@ -99,6 +104,7 @@ class Kernels:
             bounded_by_length=other.bounded_by_length,
             masks=other.masks,
             recurrence=other.recurrence,
+            delta_rule=other.delta_rule,
             causal_conv=other.causal_conv,
         )
 

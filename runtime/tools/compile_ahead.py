@@ -52,7 +52,7 @@ from ..kernels.triton.causal_conv import triton_causal_conv
 from ..kernels.triton.decode_attention import triton_paged_attention
 from ..kernels.triton.experts import triton_experts
 from ..kernels.triton.kernel_calls import CAPABILITY, INTERPRETED, KernelCall, record_kernel_calls
-from ..kernels.triton.recurrence import triton_recurrence
+from ..kernels.triton.recurrence import triton_delta_rule, triton_recurrence
 from ..kernels.weights import INT4
 from ..loading.drafter_loading import new_drafter
 from ..loading.loader import Source, resolve_source
@@ -290,6 +290,7 @@ def _functions(found: Source, config: ResolvedConfig, prefill_tokens: int) -> St
             attention=triton_paged_attention,
             experts=triton_experts,
             recurrence=partial(triton_recurrence, batch_invariant=kernels.batch_invariant),
+            delta_rule=None if kernels.batch_invariant else triton_delta_rule,
             causal_conv=triton_causal_conv,
         )
     kernels = kernels_for(kernels, model_plan(model))

@@ -22,7 +22,7 @@ from stepgraph.runtime.kernels.triton.backend import gpu_kernels
 from stepgraph.runtime.kernels.triton.causal_conv import triton_causal_conv
 from stepgraph.runtime.kernels.triton.decode_attention import triton_paged_attention
 from stepgraph.runtime.kernels.triton.experts import triton_experts
-from stepgraph.runtime.kernels.triton.recurrence import triton_recurrence
+from stepgraph.runtime.kernels.triton.recurrence import triton_delta_rule, triton_recurrence
 from stepgraph.runtime.tools.compile_ahead import record_steps
 
 from ..loading.test_weight_formats import SIZES, save_as
@@ -57,6 +57,7 @@ def gpu_engine(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> Open:
             attention=triton_paged_attention,
             experts=triton_experts,
             recurrence=triton_recurrence,
+            delta_rule=triton_delta_rule,
             causal_conv=triton_causal_conv,
         )
 

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from stepgraph.cache.spec import RowState, StatePart
+from stepgraph.runtime.kernels import select_kernels
 from stepgraph.runtime.kernels.ops.batch import RaggedBatch
 from stepgraph.runtime.kernels.ops.convolution import causal_conv
+from stepgraph.runtime.kernels.ops.delta_rule import DeltaRule
+from stepgraph.runtime.kernels.ops.operation import Binding, LayerStep
+from stepgraph.runtime.kernels.ops.parameter import Parameter
 from stepgraph.runtime.kernels.ops.recurrence import recurrence, recurrent_state
 from torch import Tensor
 from torch.nn import functional as F
@@ -18,7 +24,7 @@ from torch.nn import functional as F
 pytest.importorskip("triton")
 
 from stepgraph.runtime.kernels.triton.causal_conv import triton_causal_conv
-from stepgraph.runtime.kernels.triton.recurrence import triton_recurrence
+from stepgraph.runtime.kernels.triton.recurrence import triton_delta_rule, triton_recurrence
 
 from ..rigs.gpu_references import DEVICE
 from ..rigs.row_states import Span, StateRig
@@ -172,6 +178,40 @@ def test_a_token_that_is_not_finite_does_not_reach_earlier_ones(batch_invariant:
     found = run(operator, state_rig(state, 16), steps, rows)[1]
     assert torch.equal(found[:2], expected[:2])
     assert found[2:4].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("decays", [1, 8])
+def test_gates_of_the_delta_rule_are_part_of_its_kernel(decays: int, dtype: torch.dtype) -> None:
+    groups, heads, key, value, tokens = 2, 4, 8, 6, 3
+    generator = torch.Generator().manual_seed(decays)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(DEVICE)
+
+    weights = {"a_log": normal(heads), "dt_bias": 9 * normal(heads * decays)}
+    operation = DeltaRule(
+        name="delta_rule", key_heads=groups, key_dim=key, value_dim=value, beta_scale=2.0,
+        **{name: Parameter(name, (name,), tuple(x.shape), torch.float32)
+           for name, x in weights.items()},
+    )  # fmt: skip
+    features = 2 * groups * key + heads * value
+    values = torch.cat((normal(tokens, features), 9 * normal(tokens, heads * (decays + 1))), 1)
+    x, a, b = values.to(dtype).split((features, heads * decays, heads), 1)
+    found = []
+    for fused in (triton_delta_rule, None):
+        rig = state_rig(operation.row_state, 4)
+        kernels = select_kernels(DEVICE, "eager", dtype, kernels="torch")
+        binding = Binding(
+            module=lambda parameter, _: SimpleNamespace(weight=weights[parameter.name]),
+            kernels=dataclasses.replace(kernels, delta_rule=fused),
+            places=(), storage="model", row_place=rig.places[1],
+        )  # fmt: skip
+        batch = rig.batch([(0, 0, tokens)], tokens_per_row=tokens)
+        step = LayerStep(x, x, (), batch)
+        found.append(operation.bind(binding)((x, None, a, b), step)[0])
+    tolerance = {"rtol": 1e-2, "atol": 1e-2} if dtype == torch.bfloat16 else {}
+    torch.testing.assert_close(*found, **tolerance)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -25,7 +25,7 @@ from stepgraph.runtime.execution.step_key import StepKey
 from stepgraph.runtime.kernels.triton.backend import gpu_kernels
 from stepgraph.runtime.kernels.triton.causal_conv import triton_causal_conv
 from stepgraph.runtime.kernels.triton.dependent import is_dependent_launch_enabled
-from stepgraph.runtime.kernels.triton.recurrence import triton_recurrence
+from stepgraph.runtime.kernels.triton.recurrence import triton_delta_rule, triton_recurrence
 from stepgraph.runtime.kernels.triton.stack import Operations
 
 from ..rigs.fake_graphs import FakeCapturer, FakeGraphs
@@ -52,6 +52,7 @@ def kernels_of(config: ResolvedConfig, **operations: Callable[..., Any]) -> Kern
         kernels,
         attention=lambda *a: reference_paged_attention(*a),
         recurrence=triton_recurrence,
+        delta_rule=triton_delta_rule,
         causal_conv=triton_causal_conv,
         sampler="torch",
     )
@@ -120,7 +121,7 @@ def test_a_recurrence_without_its_state_is_found() -> None:
         states = batch.states._replace(input_tables=torch.zeros_like(batch.states.input_tables))
         return triton_recurrence(*tensors, dataclasses.replace(batch, states=states), place)
 
-    kernels = dataclasses.replace(kernels_of(config), recurrence=forgetful)
+    kernels = dataclasses.replace(kernels_of(config), recurrence=forgetful, delta_rule=None)
     with pytest.raises(KernelSelfTestError):
         check_kernels(kernels, model, config, required=True)
 

@@ -75,7 +75,7 @@ class DeltaRule(Operation):
         assert place is not None, "the engine has memory for recurrent state"
         key_heads, keys, heads = self.key_heads, self.key_heads * self.key_dim, self.heads
         sizes, scale = (keys, keys, heads * self.value_dim), self.key_dim**-0.5
-        beta_scale = self.beta_scale
+        beta_scale, fused = self.beta_scale, to.kernels.delta_rule
 
         def log_decay_of(a_TX: Tensor) -> Tensor:
             dt_THX = F.softplus(a_TX.float() + dt_bias.weight).unflatten(1, (heads, -1))
@@ -93,6 +93,11 @@ class DeltaRule(Operation):
         ) -> tuple[Tensor, Tensor]:
             x_TF, gate_TF, a_TX, b_TH = value
             q_TF, k_TF, v_TF = x_TF.split(sizes, dim=-1)
+            if fused is not None and step.batch.tokens_per_row is not None:
+                parts = (q_TF, key_heads), (k_TF, key_heads), (v_TF, heads), (a_TX, heads)
+                split = [part.unflatten(1, (count, -1)) for part, count in parts]
+                weights = a_log.weight, dt_bias.weight
+                return fused(*split, b_TH, *weights, beta_scale, step.batch, place), gate_TF
             q_TGK = unit(q_TF.unflatten(1, (key_heads, -1))) * scale
             k_TGK = unit(k_TF.unflatten(1, (key_heads, -1)))
             v_THV = v_TF.float().contiguous().unflatten(1, (heads, -1))

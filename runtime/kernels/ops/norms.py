@@ -5,7 +5,7 @@ Shapes: T tokens, D features, H query heads, G key/value heads, E head_dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 

@@ -111,12 +111,13 @@ def gpu_kernels(
         from .causal_conv import causal_conv_on_gpu as convolution
         from .decode_attention import paged_attention_on_gpu as attention
         from .experts import experts_on_gpu as experts
-        from .recurrence import recurrence_on_gpu
+        from .recurrence import delta_rule_on_gpu, recurrence_on_gpu
 
         state_recurrence = recurrence_on_gpu(batch_invariant=batch_invariant)
+        delta_rule = None if batch_invariant else delta_rule_on_gpu
     else:  # nothing calls the kernels, and Triton may be missing
         attention, experts = paged_attention, opaque_experts
-        convolution, state_recurrence = causal_conv, recurrence
+        convolution, state_recurrence, delta_rule = causal_conv, recurrence, None
     return Kernels(
         name="triton",
         attention=attention,
@@ -125,6 +126,7 @@ def gpu_kernels(
         bounded_by_length=True,
         masks=0,
         recurrence=state_recurrence,
+        delta_rule=delta_rule,
         causal_conv=convolution,
         weights=weights,
         sampler="triton",

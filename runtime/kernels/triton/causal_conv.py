@@ -22,6 +22,7 @@ from ..ops.batch import RaggedBatch
 from ..ops.convolution import CONVOLUTION_ARGUMENTS
 from ..ops.row_states import StateBatch, define_state_operator
 from .kernel_calls import call_kernel, let_dependents_start, wait_for_inputs
+from .linear_kernels import appended
 from .row_states import entry_of, first_column, state_arguments
 
 _BLOCK_F = 512
@@ -64,10 +65,11 @@ def _causal_conv(  # type: ignore[no-untyped-def]
     t = tl.program_id(0)
     f = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
     inside = f < F
-    weights = ()  # the newest token's first
-    for lag in tl.static_range(0, TAPS):
+    newest = tl.load(weight_ptr + f * TAPS + TAPS - 1, mask=inside, other=0.0)
+    weights = (newest.to(tl.float32),)
+    for lag in tl.static_range(1, TAPS):
         weight = tl.load(weight_ptr + f * TAPS + TAPS - 1 - lag, mask=inside, other=0.0)
-        weights += (weight.to(tl.float32),)
+        weights = appended(weights, weight.to(tl.float32))
     bias = tl.zeros([BLOCK_F], tl.float32)
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + f, mask=inside, other=0.0).to(tl.float32)

@@ -149,13 +149,13 @@ def linear_of_few_rows(  # type: ignore[no-untyped-def]
     residual = ()
     sums = ()
     for row in tl.static_range(ROWS):
-        reciprocal = _appended(reciprocal, tl.sum(tl.where(t == row, reciprocals, 0.0)))
+        reciprocal = appended(reciprocal, tl.sum(tl.where(t == row, reciprocals, 0.0)))
         post = tl.sum(tl.where(t == row, post_reciprocals, 0.0))
-        post_reciprocal = _appended(post_reciprocal, post)
-        sums = _appended(sums, tl.zeros([BLOCK_K // V, R], tl.float32))
+        post_reciprocal = appended(post_reciprocal, post)
+        sums = appended(sums, tl.zeros([BLOCK_K // V, R], tl.float32))
         if residual_ptr is not None:
             pointers = residual_ptr + tl.minimum(row, T - 1) * N + tl.minimum(n, N - 1)
-            residual = _appended(residual, tl.load(pointers).to(tl.float32))
+            residual = appended(residual, tl.load(pointers).to(tl.float32))
     inputs = (x_ptr, delta_ptr, post_ptr, T, k, reciprocal, post_reciprocal)
 
     # Two tiles in turn, so that none is moved to other registers: that would wait for its load.
@@ -197,7 +197,7 @@ def linear_of_few_rows(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _appended(values, value):  # type: ignore[no-untyped-def]
+def appended(values, value):  # type: ignore[no-untyped-def]
     """A tuple with one more: how loops at compile time keep what each pass makes."""
     return values + (value,)
 
@@ -250,7 +250,7 @@ def _grown(  # type: ignore[no-untyped-def]
             product = product * scales
         if FORM.minimums:
             product -= minimums * tl.sum(x, axis=1)[:, None]
-        grown = _appended(grown, sums[row] + product)
+        grown = appended(grown, sums[row] + product)
     return grown
 
 

@@ -30,8 +30,10 @@ sums, which would lose the small ones next to a large one.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -178,12 +180,16 @@ def _kept_tile(k_ptr, u_ptr, g_ptr, offset, count, v, SHAPE: tl.constexpr):  # t
 
 @triton.jit
 def _few_tokens(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, out_ptr,
+    q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, a_log_ptr, dt_bias_ptr, out_ptr,
+    q_stride, k_stride, v_stride, g_stride, beta_stride,
     snapshots_ptr, inputs_ptr, snapshot_tables_ptr, input_tables_ptr, stored_ptr, positions_ptr,
     rows_ptr, starts_ptr, columns, snapshot_stride, input_stride, state_at, k_at, u_at, g_at,
-    TOKENS: tl.constexpr, SHAPE: tl.constexpr, PDL: tl.constexpr,
+    TOKENS: tl.constexpr, SHAPE: tl.constexpr, BETA_SCALE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (head and slice of its values, lane): TOKENS tokens, one after the other."""
+    """Program (head and slice of its values, lane): TOKENS tokens, one after the other.
+
+    With `a_log_ptr`, queries, keys and gates are as the layer computes them: see `ops/delta_rule`.
+    """
     wait_for_inputs(PDL)
     let_dependents_start(PDL)
     B: tl.constexpr = SHAPE.tile
@@ -247,21 +253,34 @@ def _few_tokens(  # type: ignore[no-untyped-def]
                     entry = entry_of(snapshot_tables_ptr, row, columns, position // C, True)
                     pointers, inside = _state_pointers(state_ptr, entry, snapshot_stride, v, SHAPE)
                     tl.store(pointers, state, mask=inside & (entry > 0))
-        own_k = tl.load(k_ptr + t * KEYS + group * K + key, mask=key < K, other=0.0)
-        own_q = tl.load(q_ptr + t * KEYS + group * K + key, mask=key < K, other=0.0)
-        own_u = tl.load(v_ptr + t * VALUES + h * V + v, mask=v < V, other=0.0)
-        own_g = tl.load(g_ptr + t * DECAYS + h * X + x, mask=x < X, other=0.0)
+        own_k = tl.load(k_ptr + t * k_stride + group * K + key, mask=key < K, other=0.0)
+        own_q = tl.load(q_ptr + t * q_stride + group * K + key, mask=key < K, other=0.0)
+        own_u = tl.load(v_ptr + t * v_stride + h * V + v, mask=v < V, other=0.0)
+        own_g = tl.load(g_ptr + t * g_stride + h * X + x, mask=x < X, other=0.0)
+        own_k, own_q = own_k.to(tl.float32), own_q.to(tl.float32)
+        own_u, own_g = own_u.to(tl.float32), own_g.to(tl.float32)
+        if a_log_ptr is not None:
+            own_k = _unit(own_k)
+            own_q = _unit(own_q) * (K**-0.5)
+            own_g += tl.load(dt_bias_ptr + h * X + x, mask=x < X, other=0.0)
+            # softplus, as torch computes it
+            softplus = tl.where(own_g > 20.0, own_g, _log1p_exp(tl.minimum(own_g, 20.0)))
+            own_g = tl.where(x < X, -tl.exp(tl.load(a_log_ptr + h)) * softplus, 0.0)
         after += own_g[:, None, :]
         total += own_g
         decayed = k * tl.exp(after)
         of_state = tl.exp(total)
         if beta_ptr is not None:
-            beta = tl.load(beta_ptr + t * SHAPE.heads + h)
+            beta = tl.load(beta_ptr + t * beta_stride + h)
+            if a_log_ptr is not None:
+                dtype: tl.constexpr = beta_ptr.dtype.element_ty
+                sigmoid = 1.0 / (1.0 + tl.exp(-beta.to(tl.float32)))
+                beta = (sigmoid.to(dtype).to(tl.float32) * BETA_SCALE).to(dtype).to(tl.float32)
             seen = _read(own_k, own_k * of_state, state, decayed, u)
             own_u = beta * (own_u - seen)
         out = _read(own_q, own_q * of_state, state, decayed, u)
         out += tl.sum(tl.sum(own_q * own_k, axis=1), axis=0) * own_u
-        out = tl.where(valid, out, 0.0)
+        out = tl.where(valid, out, 0.0).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + t * VALUES + h * V + v, out, mask=v < V)
 
         kept = valid & (block > 0)
@@ -277,6 +296,20 @@ def _few_tokens(  # type: ignore[no-untyped-def]
             after = tl.where(newest, 0.0, after)
             u = tl.where((r == count)[:, None], own_u[None, :], u)
             count += 1
+
+
+@triton.jit
+def _unit(x):  # type: ignore[no-untyped-def]
+    """A vector `[P, E]` of length 1; 1e-6 is `_LEAST_SQUARES` of `ops/delta_rule`."""
+    return x * tl.rsqrt(tl.sum(tl.sum(x * x, axis=1), axis=0) + 1e-6)
+
+
+@triton.jit
+def _log1p_exp(x):  # type: ignore[no-untyped-def]
+    """log(1 + e^x), also where e^x is far below 1 (Kahan)."""
+    e = tl.exp(x)
+    u = 1.0 + e
+    return tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0)))
 
 
 @triton.jit
@@ -438,23 +471,73 @@ def _recurrence(
 ) -> Tensor:
     """`given` is a `StateBatch`."""
     batch = StateBatch(*given)
-    shape = _shape_of(k_TGK, v_THV, g_THX.shape[2], batch.block_size)
     tensors = [None if x is None else x.contiguous() for x in (q_TGK, k_TGK, v_THV, g_THX, beta_TH)]
-    out_THV = v_THV.new_empty(v_THV.shape)
     lanes, tokens_per_row = batch.rows.shape[0], batch.tokens_per_row
-    arguments = (*tensors, out_THV, *state_arguments(batch, v_THV.dtype))
     if tokens_per_row is not None and not batch_invariant:
-        call_kernel(
-            _few_tokens, (shape.programs, lanes), *arguments,
-            num_warps=min(shape.pieces, 8), TOKENS=tokens_per_row, SHAPE=shape,
-        )  # fmt: skip
-    else:
-        ragged = tokens_per_row is None
-        call_kernel(
-            _many_tokens, (shape.programs, lanes + ragged), *arguments, lanes, v_THV.shape[0],
-            num_warps=min(shape.pieces, 8), TOKENS=tokens_per_row or 0, SHAPE=shape,
-        )  # fmt: skip
+        return _few(tensors, (None, None), 1.0, batch)
+    shape = _shape_of(k_TGK, v_THV, g_THX.shape[2], batch.block_size)
+    out_THV = v_THV.new_empty(v_THV.shape)
+    call_kernel(
+        _many_tokens, (shape.programs, lanes + (tokens_per_row is None)),
+        *tensors, out_THV, *state_arguments(batch, torch.float32), lanes, v_THV.shape[0],
+        num_warps=min(shape.pieces, 8), TOKENS=tokens_per_row or 0, SHAPE=shape,
+    )  # fmt: skip
     return out_THV
+
+
+def _few(
+    tensors: Sequence[Tensor | None],
+    gates: tuple[Tensor | None, Tensor | None],
+    beta_scale: float,
+    batch: StateBatch,
+) -> Tensor:
+    """Call `_few_tokens` with q, k, v, g and beta, whose tokens may be parts of larger vectors."""
+    _, k_TGK, v_THV, g_THX, _ = tensors
+    assert k_TGK is not None and v_THV is not None and g_THX is not None  # noqa: PT018
+    shape = _shape_of(k_TGK, v_THV, g_THX.shape[2], batch.block_size)
+    out_THV = v_THV.new_empty(v_THV.shape)
+    call_kernel(
+        _few_tokens, (shape.programs, batch.rows.shape[0]),
+        *tensors, *gates, out_THV, *(0 if x is None else x.stride(0) for x in tensors),
+        *state_arguments(batch, torch.float32),
+        num_warps=min(shape.pieces, 8), TOKENS=batch.tokens_per_row, SHAPE=shape,
+        BETA_SCALE=beta_scale,
+    )  # fmt: skip
+    return out_THV
+
+
+def _delta_rule(
+    q_TGK: Tensor,
+    k_TGK: Tensor,
+    v_THV: Tensor,
+    a_THX: Tensor,
+    b_TH: Tensor,
+    a_log_H: Tensor,
+    dt_bias: Tensor,
+    beta_scale: float,
+    *given: Any,
+) -> Tensor:
+    """`given` is a `StateBatch`."""
+    tensors = [x if x[:1].is_contiguous() else x.contiguous()
+               for x in (q_TGK, k_TGK, v_THV, a_THX, b_TH)]  # fmt: skip
+    return _few(tensors, (a_log_H, dt_bias), beta_scale, StateBatch(*given))
+
+
+def triton_delta_rule(*given: Any) -> Tensor:
+    """As `Kernels.delta_rule`."""
+    *own, batch, place = given
+    return _delta_rule(*own, *StateBatch.of(batch, place))
+
+
+delta_rule_on_gpu = define_state_operator(
+    "triton_delta_rule",
+    "Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor a_log, Tensor dt_bias,"
+    " float beta_scale",
+    _delta_rule,
+    like=2,
+    devices=("CUDA",),
+)
+"""`triton_delta_rule` as an operation that torch.compile does not look into."""
 
 
 def triton_recurrence(
