@@ -581,7 +581,7 @@ class ModelConfig(DecoderConfig):
     """
     mlp_bias: bool = False
     """Whether the gate, up and down projections have biases."""
-    hidden_act: Literal["silu", "gelu_pytorch_tanh"] = "silu"
+    hidden_act: Literal["silu", "gelu_pytorch_tanh", "relu2"] = "silu"
     layer_types: tuple[LayerType, ...] = ()
     """Type of each layer, which says what mixes its tokens; empty: all have full attention."""
     sliding_window: Size | None = None
@@ -825,6 +825,8 @@ class ModelConfig(DecoderConfig):
 
 def _read(config: Json, generation: Json, model_type: str, family: Family) -> dict[str, Any]:
     """Return the fields of a `ModelConfig`."""
+    if (listed := family.num_layers(config)) is not None:
+        config = {**config, "num_hidden_layers": listed}
     layers = read_field(config, "num_hidden_layers", int)
     if not 1 <= layers <= _MOST_LAYERS:  # before anything is listed for each layer
         raise CheckpointError(f"num_hidden_layers = {layers} must be from 1 to {_MOST_LAYERS}")

@@ -331,6 +331,8 @@ class ExpertTraits:
     """Name of the correction of scores for the choice of experts; empty: there is none."""
     correction_rows: bool = False
     """The correction is stored as a matrix with one row (ERNIE 4.5)."""
+    exact: bool = False
+    """Experts keep the model's dtype: no kernel has experts without gate."""
     scaled_inputs: bool = False
     """Scores multiply the input of an expert, not its output (Llama 4)."""
     parallel_to_mlp: MixtureNorms | None = None
@@ -475,6 +477,8 @@ class Family:
     qk_norm_names: tuple[str, str] = ("q_norm", "k_norm")
     """Names in a checkpoint of the norms of queries and keys, in the module of attention."""
     final_norm: str = "model.norm"
+    num_layers: Callable[[Json], int | None] = lambda config: None
+    """Returns the number of layers of a config without `num_hidden_layers`; else None."""
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Part of the name of a tensor in some checkpoints -> what it is here."""
     output_bias: bool = True
@@ -656,6 +660,43 @@ def _falcon_h1(config: Json) -> Json:
         raise CheckpointError("mlp_bias is not supported with mlp_multipliers")
     types = ["hybrid"] * read_field(config, "num_hidden_layers", int)
     return _mamba2({**config, "layer_types": types, "logits_scaling": 1.0 / factor})
+
+
+_NEMOTRON_KINDS = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
+
+
+def _nemotron_types(config: Json) -> list[Any]:
+    """Nemotron-H: the types of its layers, which a list or a letter for each names."""
+    listed = config.get("layers_block_type") or config.get("layer_types")
+    if listed is None and isinstance(pattern := config.get("hybrid_override_pattern"), str):
+        if unknown := {*pattern} - {*_NEMOTRON_KINDS}:
+            raise CheckpointError(
+                f"hybrid_override_pattern has {', '.join(sorted(map(repr, unknown)))}; it may have"
+                f" {', '.join(map(repr, _NEMOTRON_KINDS))}"
+            )
+        listed = [_NEMOTRON_KINDS[letter] for letter in pattern]
+    if not isinstance(listed, list):
+        raise CheckpointError(
+            "the config must have layers_block_type or hybrid_override_pattern, not"
+            f" {bounded_repr(listed)}"
+        )
+    return listed
+
+
+def _nemotron_h(config: Json) -> Json:
+    """Nemotron-H: its layers, and sizes of Mamba-2 layers under names of their own."""
+    latent = config.get("moe_latent_size")
+    if latent is not None:
+        raise CheckpointError(f"moe_latent_size = {bounded_repr(latent)} is not supported")
+    act = read_field(config, "mamba_hidden_act", str, "silu")
+    for key, found, allowed in (
+        ("mamba_hidden_act", act, "silu"),
+        ("mlp_hidden_act", config["mlp_hidden_act"], "relu2"),
+    ):
+        if found != allowed:
+            raise CheckpointError(f"{key} = {bounded_repr(found)} must be {allowed!r}")
+    types = _nemotron_types(config)
+    return {**config, "layer_types": types, **_time_steps(config, "time_step_limit")}
 
 
 def _mamba2(config: Json) -> Json:
@@ -1025,6 +1066,26 @@ GRANITE_MOE = ExpertTraits(
     ),
     shared="shared_mlp",
     shared_names=("input_linear", "output_linear"),
+)
+
+NEMOTRON_H = ExpertTraits(
+    scores="sigmoid",
+    group_score="top_2_sum",
+    dense_layers=lambda config, layers: tuple(
+        layer for layer, kind in enumerate(config["layer_types"][:layers]) if kind != "moe"
+    ),
+    layouts=(
+        ExpertLayout.of_tensors("mixer", names=("up_proj", "down_proj")),
+        ExpertLayout(
+            router="mixer.gate",
+            gate_up=("mixer.experts.up_proj",),
+            down="mixer.experts.down_proj",
+        ),
+    ),
+    shared="mixer.shared_experts",
+    shared_names=("up_proj", "down_proj"),
+    correction="mixer.gate.e_score_correction_bias",
+    exact=True,
 )
 
 LLAMA4 = ExpertTraits(
@@ -1919,6 +1980,65 @@ FAMILIES: dict[str, Family] = {
         down="shared_mlp.output_linear",
     ),
     "bamba": _BAMBA,
+    "nemotron_h": Family(
+        architecture="NemotronHForCausalLM",
+        defaults={
+            **_LLAMA_TOKENS,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "layer_norm_epsilon": 1e-5,
+            "intermediate_size": 21504,
+            "mlp_hidden_act": "relu2",
+            "mlp_bias": False,
+            "mamba_num_heads": 128,
+            "mamba_head_dim": 64,
+            "n_groups": 8,
+            "ssm_state_size": 128,
+            "conv_kernel": 4,
+            "use_conv_bias": True,
+            "use_bias": False,
+            "least_time_step": 0.0,
+            "largest_time_step": 1e18,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 7688,
+            "moe_shared_expert_intermediate_size": 7688,
+            "routed_scaling_factor": 1.0,
+            "norm_topk_prob": True,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+        fixed={"attention_bias": False},
+        keys={
+            "rms_norm_eps": "layer_norm_epsilon",
+            "hidden_act": "mlp_hidden_act",
+            "num_experts": "n_routed_experts",
+            "shared_expert_intermediate_size": "moe_shared_expert_intermediate_size",
+            "mamba_n_heads": "mamba_num_heads",
+            "mamba_d_head": "mamba_head_dim",
+            "mamba_n_groups": "n_groups",
+            "mamba_d_state": "ssm_state_size",
+            "mamba_d_conv": "conv_kernel",
+            "mamba_conv_bias": "use_conv_bias",
+            "mamba_proj_bias": "use_bias",
+            "mamba_output_bias": "use_bias",
+        },
+        num_layers=lambda config: len(_nemotron_types(config)),
+        prepare=_nemotron_h,
+        lists_layer_types=True,
+        layer_kinds={**_MAMBA2_KINDS, "moe": "experts", "mlp": "mlp"},
+        separate_layers=True,
+        is_unrotated=lambda config, layer: True,
+        renamed={"backbone.": "model.", "model.embeddings.": "model.embed_tokens."},
+        layer_norms=LayerNorms(input="norm", mlp="norm"),
+        mamba="mixer",
+        qkv=("mixer.q_proj", "mixer.k_proj", "mixer.v_proj"),
+        output="mixer.o_proj",
+        gate_up=("mixer.up_proj",),
+        down="mixer.down_proj",
+        final_norm="model.norm_f",
+        experts=NEMOTRON_H,
+    ),
     "falcon_h1": replace(
         _BAMBA,
         architecture="FalconH1ForCausalLM",

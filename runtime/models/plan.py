@@ -514,7 +514,11 @@ def mamba2(config: ModelConfig, kind: LayerKind) -> Iterator[Operation]:
 
 # The MLP of a decoder layer as operations.
 
-_ACTIVATIONS: dict[str, ActivationName] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+_ACTIVATIONS: dict[str, ActivationName] = {
+    "silu": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu2": "relu2",
+}
 
 
 def mlp(config: ModelConfig, sparsity: float = 0.0) -> Iterator[Operation]:
@@ -533,13 +537,15 @@ def _mlp(
     biased: Container[str] = (),
     sparsity: float = 0.0,
 ) -> Iterator[Operation]:
-    """A gated MLP (Shazeer 2020, "GLU Variants Improve Transformer")."""
+    """A gated MLP (Shazeer 2020, "GLU Variants Improve Transformer"), or one without gate."""
     hidden, (*up, down) = config.hidden_size, names
     of_gate, of_output = config.multipliers.mlp_multipliers
-    gate_up = dict.fromkeys(up, 2 * inner // len(up))
-    inputs = linear(f"{ours}gate_up", gate_up, hidden, biased, split=(inner, inner))
-    yield scaled(inputs, (inner, of_gate), (inner, 1.0))
-    yield replace(activate(config, inner), sparsity=sparsity)
+    function = replace(activate(config, inner), sparsity=sparsity)
+    gate_up = dict.fromkeys(up, function.parts * inner // len(up))
+    split = (inner, inner) if function.gated else ()
+    inputs = linear(f"{ours}gate_up", gate_up, hidden, biased, split=split)
+    yield scaled(inputs, (inner, of_gate), (inner, 1.0)) if function.gated else inputs
+    yield function
     yield scaled(linear(f"{ours}down", {down: hidden}, inner, biased), (hidden, of_output))
 
 
@@ -571,7 +577,8 @@ def activate(config: ModelConfig, features: int) -> Activate:
     """The activation of an MLP, or of an expert, with this number of features."""
     function = _ACTIVATIONS[config.hidden_act]
     if not config.swiglu_limit:
-        return Activate(name="activate", function=function, features=features)
+        gated = function != "relu2"
+        return Activate(name="activate", function=function, features=features, gated=gated)
     return Activate(
         name="activate",
         function=function,
@@ -590,13 +597,14 @@ def activate(config: ModelConfig, features: int) -> Activate:
 def experts(config: ModelConfig, moe: ExpertsConfig) -> Experts:
     """The operation of a layer with experts; its value is the sum of theirs.
 
-    Its weights are `[(R + S) * 2F, D]` and `[(R + S) * D, F]`: of the routed experts, then of the
-    shared ones, which are slices of one MLP in a checkpoint.
+    Its weights are `[(R + S) * 2F, D]`, or F of them without gate, and `[(R + S) * D, F]`: of the
+    routed experts, then of the shared ones, which are slices of one MLP in a checkpoint.
     """
     traits = config.family.experts
     assert traits is not None, "only families with experts have an `ExpertsConfig`"
     hidden, width, routed = config.hidden_size, moe.moe_intermediate_size, moe.num_experts
     always, first = moe.n_shared_experts, traits.layouts[0]
+    parts = activate(config, width).parts
     slices = [(expert * width, width) for expert in range(always)]
 
     def of_shared(name: str, axis: int, part: tuple[int, int]) -> Source:
@@ -611,7 +619,7 @@ def experts(config: ModelConfig, moe: ExpertsConfig) -> Experts:
         return Parameter(f"experts.{name}", own, shape, alternatives=tuple(others), **more)
 
     def gate_up(layout: ExpertLayout) -> Iterator[Source]:
-        shape = (2 * width, hidden)
+        shape = (parts * width, hidden)
         yield from _of_experts(layout, layout.gate_up, routed, shape, layout.interleaved)
         for part in slices:
             yield from (of_shared(name, 0, part) for name in ("gate_proj", "up_proj"))
@@ -627,6 +635,9 @@ def experts(config: ModelConfig, moe: ExpertsConfig) -> Experts:
         rows = _expert_rows(routed, size, interleaved)
         sources = tuple(Source(stored, (routed, size), part) for part in rows)
         return Parameter(f"experts.{name}.bias", sources, (routed * size,))
+
+    def storage(each: int) -> dict[str, Any]:
+        return {"exact": True} if traits.exact else {"matrices": each * total}
 
     def router(leaf: str, shape: Shape, **more: Any) -> Parameter:
         def sources(layout: ExpertLayout) -> list[Source]:
@@ -650,9 +661,9 @@ def experts(config: ModelConfig, moe: ExpertsConfig) -> Experts:
         name="experts",
         router=router("weight", (routed, hidden), exact=True),
         gate_up=parameter(
-            "gate_up.weight", (total * 2 * width, hidden), gate_up, matrices=2 * total
+            "gate_up.weight", (total * parts * width, hidden), gate_up, **storage(parts)
         ),
-        down=parameter("down.weight", (total * hidden, width), down, matrices=total),
+        down=parameter("down.weight", (total * hidden, width), down, **storage(1)),
         routing=moe.routing,
         activate=activate(config, width),
         router_bias=router("bias", (routed,)) if traits.router_bias else None,

@@ -60,6 +60,14 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "FalconH1ForCausalLM": ("gptq", MAMBA | {"mamba_d_ssm": 128}),
     "BambaForCausalLM": ("float_quantized", MAMBA | {"attn_layer_indices": [1]}),
+    "NemotronHForCausalLM": (
+        "modelopt_nvfp4",
+        {
+            **EXPERTS | {"moe_shared_expert_intermediate_size": 96, "conv_kernel": 4},
+            **{"mamba_num_heads": 4, "mamba_head_dim": 32, "n_groups": 2, "ssm_state_size": 32},
+            "layers_block_type": ["mamba", "moe", "attention", "mlp"],
+        },
+    ),
     "Lfm2ForCausalLM": (
         "mlx",
         {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},

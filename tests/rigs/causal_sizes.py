@@ -151,7 +151,8 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "ministral": {"head_dim": HEAD_DIM},
     # Its generate drops tokens out of the window, its mask does not: the window is not reached.
     "moshi": {"audio_vocab_size": 40, "sliding_window": 128},
-    "nemotron_h": {"n_groups": 2},
+    # transformers clamps time steps to `time_step_min` in prefills only.
+    "nemotron_h": {"n_groups": 2, "time_step_min": 1e-9},
     # Its generate drops the cache at this length.
     "phi4_multimodal": {"original_max_position_embeddings": 128},
     "qwen4_exp": {f"text_config.{key}": value for key, value in _QWEN4.items()},

@@ -37,6 +37,14 @@ def _mamba(heads: int, groups: int, size: int, taps: int = 4, **fields: Any) -> 
     return {**dict(zip(names, (heads, groups, size, taps), strict=True)), **fields}
 
 
+def _nemotron(
+    heads: tuple[int, int], groups: int, size: int, taps: int = 4, **fields: Any
+) -> dict[str, Any]:
+    """Fields of Mamba-2 in Nemotron-H: heads and their elements, and as `_mamba`."""
+    names = ("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel")
+    return {**dict(zip(names, (*heads, groups, size, taps), strict=True)), **fields}
+
+
 _FACTORS = {
     **{"attention_in_multiplier": 0.7, "attention_out_multiplier": 1.4, "key_multiplier": 0.6},
     **{"ssm_in_multiplier": 1.3, "ssm_out_multiplier": 0.8, "lm_head_multiplier": 1.5},
@@ -97,6 +105,18 @@ HYBRID_VARIANTS: dict[str, dict[str, Any]] = {
         **variant("falcon_h1", 2, kv_heads=1, mamba_rms_norm=True, mamba_norm_before_gate=False),
         **_mamba(4, 4, 5, 2, mamba_d_ssm=None, projectors_bias=True),
     },
+    "nemotron_h": {
+        **variant("nemotron_h", tied=False, mlp_hidden_act="relu2", layer_norm_epsilon=1e-4),
+        "layers_block_type": ["moe", "linear_attention", "mlp", "full_attention", "moe"],
+        **_nemotron((6, 10), 3, 12, use_bias=True, mlp_bias=False),
+        **{"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20},
+        **{"moe_shared_expert_intermediate_size": 28, "n_group": 3, "topk_group": 2},
+    },
+    "nemotron_h_dense": {
+        **variant("nemotron_h", tied=False, kv_heads=1, mlp_bias=True),
+        "layers_block_type": ["mlp", "linear_attention", "full_attention", "linear_attention"],
+        **_nemotron((4, 6), 4, 7, 3, use_conv_bias=False),
+    },
     "olmo_hybrid": {
         **variant("olmo_hybrid", "lfl", tied=False, rope=_NO_ROPE, eos_token_id=3),
         **_delta((2, 4), (8, 6)),
@@ -152,11 +172,33 @@ def _random_falcon(draws: random.Random) -> dict[str, Any]:
     return fields | _FACTORS | {"mamba_proj_bias": False}
 
 
+def _random_nemotron(draws: random.Random) -> dict[str, Any]:
+    fields, layers = _random_mamba(draws)
+    layers += draws.choices(["mlp", "moe"], k=3)
+    draws.shuffle(layers)
+    experts = 2 * draws.randint(2, 4)
+    groups = draws.choice([1, 2])
+    heads = (fields["mamba_n_heads"], draws.randint(3, 12))
+    sizes = (fields["mamba_d_state"], fields["mamba_d_conv"])
+    named = {
+        **{"model_type": "nemotron_h", "layers_block_type": layers, "mlp_hidden_act": "relu2"},
+        **{"n_routed_experts": experts, "num_experts_per_tok": draws.randint(1, 2)},
+        **{"moe_intermediate_size": draws.randint(5, 40), "n_group": groups, "topk_group": 1},
+        "moe_shared_expert_intermediate_size": draws.randint(5, 60),
+    }
+    kept = ("hidden_size", "intermediate_size", "num_key_value_heads")
+    named |= {name: fields[name] for name in kept}
+    return (
+        named | _nemotron(heads, fields["mamba_n_groups"], *sizes) | {"tie_word_embeddings": False}
+    )
+
+
 _KINDS = ("linear_attention", "full_attention")
 _MAMBA_SIZES: dict[str, Callable[[random.Random], dict[str, Any]]] = {
     "granitemoehybrid": _random_granite,
     "bamba": _random_bamba,
     "falcon_h1": _random_falcon,
+    "nemotron_h": _random_nemotron,
 }
 
 

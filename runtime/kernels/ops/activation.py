@@ -13,9 +13,14 @@ from torch.nn import functional as F
 
 from .operation import Binding, NeededUnits, Operation, Run, ShardedLayer, per_token
 
-ActivationName = Literal["silu", "gelu_tanh"]
+ActivationName = Literal["silu", "gelu_tanh", "relu2"]
 
 Gated = Callable[[Tensor, Tensor], Tensor]
+
+
+def activation(operation: Activate) -> Callable[..., Tensor]:
+    """Return the function of the parts of the value, `[T, F]` each, that an operation computes."""
+    return gated_activation(operation) if operation.gated else lambda x_TF: F.relu(x_TF).square()
 
 
 def gated_activation(operation: Activate) -> Gated:
@@ -55,10 +60,20 @@ class Activate(Operation):
     sparsity: float = 0.0
     """Share of the gates that become zero, if they are normally distributed: those below the mean
     plus this quantile of standard deviations, which is subtracted from the others (Gemma 3n)."""
+    gated: bool = True
+    """Whether there are two parts; else the value is one tensor, and the result relu(x) ** 2
+    (Nemotron)."""
+
+    @property
+    def parts(self) -> int:
+        """Parts of the value."""
+        return 2 if self.gated else 1
 
     def bind(self, to: Binding) -> Run:
-        gated = per_token(to.kernels, gated_activation(self))
-        return lambda gate_up, step: gated(*gate_up)
+        function = per_token(to.kernels, activation(self))
+        if not self.gated:
+            return lambda x_TF, step: function(x_TF)
+        return lambda gate_up, step: function(*gate_up)
 
     def rank_obstacle(self, ranks: int) -> Iterator[str]:
         if self.features % ranks:

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..weights import dequantise
-from .activation import Activate, gated_activation
+from .activation import Activate, activation
 from .linear import LinearTensors, linear_in_float32, projection, reference_linear
 from .operation import Binding, LayerStep, Operation, Run, ShardedLayer, Vector
 from .parameter import Parameter, cut
@@ -58,6 +58,8 @@ class Routing(NamedTuple):
 @dataclass(frozen=True, kw_only=True)
 class Experts(Operation):
     """A mixture of gated MLPs, each token through `routing.top_k` of them.
+
+    Experts whose activation is not `gated` have no gate, and only an up in `gate_up`.
 
     The weights of all experts are stacked: rows `e * 2F` to `(e + 1) * 2F` of `gate_up` are gate
     and up of expert e, rows `e * D` to `(e + 1) * D` of `down` its output. After the routed experts
@@ -115,6 +117,10 @@ class Experts(Operation):
         return self.routed * (1 - unused) + self.shared
 
     @property
+    def traits(self) -> frozenset[str]:
+        return super().traits | (frozenset() if self.activate.gated else {"ungated"})
+
+    @property
     def chooses_by_logits(self) -> bool:
         """Whether experts are chosen by the logits, not by scores."""
         return self.correction is None and self.routing.group_score == "max"
@@ -130,6 +136,8 @@ class Experts(Operation):
 
     def bind(self, to: Binding) -> Run:
         router = to.module(self.router, Vector)
+        if not self.activate.gated:
+            return self._bind_ungated(to, router)
         correction, scales = (
             None if p is None else to.module(p, partial(Vector, p.dtype))
             for p in (self.correction, self.expert_scales)
@@ -151,6 +159,28 @@ class Experts(Operation):
 
         return run
 
+    def _bind_ungated(self, to: Binding, router: Any) -> Run:
+        """In plain PyTorch: kernels know gated experts only."""
+        from .experts_operator import opaque_experts  # which needs this module
+
+        correction = None
+        if self.correction is not None:
+            correction = to.module(self.correction, lambda: Vector(torch.float32))
+        up, down = to.module(self.gate_up, Vector), to.module(self.down, Vector)
+
+        def run(x_TD: Tensor, step: LayerStep) -> Tensor:
+            tensors = ExpertTensors(
+                router.weight,
+                None,
+                None if correction is None else correction.weight,
+                None,
+                LinearTensors(up.weight),
+                LinearTensors(down.weight),
+            )
+            return opaque_experts(self, x_TD, tensors, step.batch.live_tokens, None)
+
+        return run
+
     def rank_obstacle(self, ranks: int) -> Iterator[str]:
         if self.activate.features % ranks:
             yield f"{ranks} does not divide {self.activate.features} features of an expert"
@@ -162,7 +192,7 @@ class Experts(Operation):
         # Of each expert the gate, then the up.
         rows = [
             range(start + part.start, start + part.stop)
-            for start in range(0, 2 * width * self.total, width)
+            for start in range(0, self.activate.parts * width * self.total, width)
         ]
         own = replace(
             self,
@@ -345,8 +375,8 @@ def _expert(
 ) -> Tensor:
     """Return the products of one expert, float32 `[M, D]`, of tensors `by_expert`."""
     weight, scales, bias = _each(gate_up, lambda stacked: stacked[expert])
-    parts = reference_linear(x_MD, weight, bias, 2 * op.activate.features, scales)
-    inner_MF = gated_activation(op.activate)(*parts.chunk(2, dim=-1))
+    parts = reference_linear(x_MD, weight, bias, op.activate.parts * op.activate.features, scales)
+    inner_MF = activation(op.activate)(*parts.chunk(op.activate.parts, dim=-1))
     return linear_in_float32(inner_MF, _each(down, lambda stacked: stacked[expert]))
 
 
@@ -387,7 +417,9 @@ def _by_block(
     if op.scaled_inputs:
         x_BMD = _scaled(x_BMD, weights_TK.flatten()[pair_BM])
     expert_B = expert_B.clamp(max=total - 1)
-    at_once = max(1, _GATHERED_ELEMENTS // (2 * op.activate.features * x_TD.shape[1]))
+    at_once = max(
+        1, _GATHERED_ELEMENTS // (op.activate.parts * op.activate.features * x_TD.shape[1])
+    )
     linears = by_expert(tensors.gate_up, total), by_expert(tensors.down, total)
     products = torch.cat(
         [
@@ -423,7 +455,7 @@ def _blocks(
         return out if bias is None else out + bias[expert_B][:, None].float()
 
     parts = product(x_BMD, gate_up)
-    inner_BMF = gated_activation(op.activate)(*parts.to(x_BMD.dtype).chunk(2, dim=-1))
+    inner_BMF = activation(op.activate)(*parts.to(x_BMD.dtype).chunk(op.activate.parts, dim=-1))
     return product(inner_BMF, down)
 
 
@@ -451,7 +483,7 @@ def converted_bytes(
     `itemsize` is of a stored weight, `quantised` whether it has 8 bits. On a CPU they are converted
     expert by expert.
     """
-    gate_up = 2 * op.activate.features * hidden
+    gate_up = op.activate.parts * op.activate.features * hidden
     if on_cpu:
         if quantised:
             return 2 * _FLOAT32 * gate_up

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .activation import Activate
+from .activation import Activate, ActivationName
 from .experts import Experts, ExpertTensors, Routing, Scores, reference_experts
 from .linear import LinearTensors
 from .norms import JoinNorms, Norm, QKNorm
@@ -21,6 +21,8 @@ from .parameter import Parameter, Source
 
 SCORES: tuple[Scores, ...] = ("softmax", "sigmoid", "softmax_chosen")
 """In the order of `Scores` in `csrc/routing.h`."""
+_FUNCTIONS: tuple[ActivationName, ...] = ("silu", "gelu_tanh", "relu2")
+"""The C++ operators have the first two, which are gated."""
 
 
 @dataclass
@@ -39,7 +41,7 @@ class OperatorArguments:
 
     def add_activate(self, op: Activate) -> None:
         """Add a gated activation; its features are not included."""
-        self.integers.append(op.function == "gelu_tanh")
+        self.integers.append(_FUNCTIONS.index(op.function))
         self.numbers += [op.limit, op.alpha, op.up_offset]
 
     def add_experts(self, op: Experts, tensors: ExpertTensors) -> None:
@@ -64,7 +66,7 @@ def _operation(
     tensors: ExpertTensors, integers: Sequence[int], numbers: Sequence[float]
 ) -> Experts:
     """Inverse of `OperatorArguments.add_experts`, but for biases, which are read as tensors."""
-    _, shared, features, scaled_inputs, top_k, scores, normalised, *groups, _, gelu = integers
+    _, shared, features, scaled_inputs, top_k, scores, normalised, *groups, _, function = integers
     scale, limit, alpha, up_offset = numbers
     count, top_groups, sums = groups
     router, _, correction, scales, gate_up, down = tensors
@@ -90,7 +92,8 @@ def _operation(
         ),
         activate=Activate(
             name="activate",
-            function="gelu_tanh" if gelu else "silu",
+            function=_FUNCTIONS[function],
+            gated=_FUNCTIONS[function] != "relu2",
             features=features,
             limit=limit,
             alpha=alpha,
