@@ -123,6 +123,19 @@ def configs_of_all_families() -> dict[str, ModelConfig]:
     return found
 
 
+NOT_IN_LAYERS = {
+    "latent attention": {"deepseek_v2", "deepseek_v3", "glm4_moe_lite"},
+    "convolutions": {
+        *("lfm2", "lfm2_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "kimi_linear"),
+        *("olmo_hybrid", "granitemoehybrid", "bamba", "falcon_h1", "nemotron_h"),
+    },
+    "norms of values or of queries alone": {"gemma4_text", "gemma4_unified_text"},
+    "several residual streams (AltUp)": {"gemma3n_text"},
+    "attention with value_padding": {"mimo_v2_flash"},
+}
+"""What the layers of kernels on CUDA lack, and the families that need it."""
+
+
 def test_which_families_have_no_layers_of_kernels() -> None:
     """What falls back on CUDA, model by model: all else is native."""
     configs = configs_of_all_families()
@@ -133,10 +146,9 @@ def test_which_families_have_no_layers_of_kernels() -> None:
     for name, config in configs.items():
         plan = model_plan(config)
         expected = set()
-        if "deepseek" in config.model_type:
-            expected.add(("decoder layers", "native layers do not support latent attention"))
-        if config.conv or config.delta_rule:
-            expected = {("decoder layers", "native layers do not support convolutions")}
+        for why, kinds in NOT_IN_LAYERS.items():
+            if config.model_type in kinds:
+                expected.add(("decoder layers", f"native layers do not support {why}"))
         if config.family.centred_norms:
             why = "native layers do not support input_norm with centred, writes"
             expected.add(("decoder layers", why))

@@ -220,9 +220,10 @@ def _roles(pattern: Any) -> list[tuple[tuple[type, ...], bool]]:
 def blocks_obstacle(plan: ModelPlan, known: Known) -> str | None:
     """Return why a model is not made of blocks of `known` operations with equal heads, or None.
 
-    Unknown kinds of operations come before unknown traits: they say more about the model.
+    Unknown kinds of operations, first those that mix tokens, come before unknown traits: they say
+    more about the model.
     """
-    for op in sorted(plan.operations, key=lambda op: type(op) in known):
+    for op in sorted(plan.operations, key=lambda op: (type(op) in known, op.row_state is None)):
         if (missing := unsupported(op, known)) is not None:
             return missing
     heads = set()
