@@ -17,7 +17,7 @@ Latent attention stores no v: the values are the first E elements of the keys.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -227,7 +227,7 @@ class KeysAsValues(Operation):
     def bind(self, to: Binding) -> Run:
         return lambda qk, step: (*qk, qk[1])
 
-    def needed_units(self, split: tuple[int, ...], layer: ShardedLayer) -> Sequence[range] | None:
+    def needed_units(self, split: tuple[int, ...], layer: ShardedLayer) -> NeededUnits:
         return layer.rank_heads[: len(split)]
 
 

@@ -5,7 +5,7 @@ Shapes: T tokens, D features, H query heads, G key/value heads, E head_dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -166,7 +166,7 @@ class HeadNorm(Norm):
     def title(self) -> str:
         return "norms of values or of queries alone"
 
-    def needed_units(self, split: tuple[int, ...], layer: ShardedLayer) -> Sequence[range] | None:
+    def needed_units(self, split: tuple[int, ...], layer: ShardedLayer) -> NeededUnits:
         return layer.rank_heads[: len(split)]
 
 
