@@ -44,6 +44,8 @@ class Kernels:
     steps need only one read width."""
     masks: int
     """Attention masks `[tokens, positions]` that exist at the same time, for the memory plan."""
+    ungated_experts: Callable[..., Tensor] | None = None
+    """As `experts`, for experts without gate, whose weights have the model's dtype."""
     recurrence: Callable[..., Tensor] = recurrence
     """See `ops.recurrence.Recurrence`."""
     delta_rule: Callable[..., Tensor] | None = None

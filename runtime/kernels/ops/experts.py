@@ -161,8 +161,8 @@ class Experts(Operation):
 
     def _bind_ungated(self, to: Binding, router: Any) -> Run:
         """In plain PyTorch: kernels know gated experts only."""
-        from .experts_operator import opaque_experts  # which needs this module
-
+        run_experts = to.kernels.ungated_experts
+        assert run_experts is not None, "all kernels of models have some"
         correction = None
         if self.correction is not None:
             correction = to.module(self.correction, lambda: Vector(torch.float32))
@@ -177,7 +177,7 @@ class Experts(Operation):
                 LinearTensors(up.weight),
                 LinearTensors(down.weight),
             )
-            return opaque_experts(self, x_TD, tensors, step.batch.live_tokens, None)
+            return run_experts(self, x_TD, tensors, step.batch.live_tokens, None)
 
         return run
 

@@ -123,6 +123,7 @@ def gpu_kernels(
         attention=attention,
         linear=linear,
         experts=experts,
+        ungated_experts=opaque_experts,
         bounded_by_length=True,
         masks=0,
         recurrence=state_recurrence,
