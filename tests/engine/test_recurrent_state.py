@@ -191,6 +191,22 @@ def test_prefixes_need_the_prefix_cache(open_engine: Open, tiny: Tiny) -> None:
         assert engine.generate([prompt], greedy())[0].cached_tokens == 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("host_cache_bytes", [0, 1 << 20])
+def test_ranks_copy_their_own_state(open_engine: Open, tiny: Tiny, host_cache_bytes: int) -> None:
+    model = tiny("lfm2")
+    prompts = model.prompts(40, 17, 3, 9, 30)
+    config = {"num_blocks": 10, "block_size": 8, "host_cache_bytes": host_cache_bytes}
+    engine = open_engine("lfm2", mode="eager", tensor_parallel=2, threads=1, **config)
+    for _ in range(2):
+        outputs = engine.generate(prompts, greedy(20, n=2))
+        for prompt, output in zip(prompts, outputs, strict=True):
+            expected = model.greedy([prompt], 20) * 2
+            assert [completion.token_ids for completion in output.completions] == expected
+    assert engine.stats()["preemptions"] > 0
+    assert (engine.stats()["cache"]["swapped_in"] > 0) == (host_cache_bytes > 0)
+
+
 # Configurations ----------------------------------------------------------------------------------
 
 
@@ -238,7 +254,6 @@ def test_quantised_caches_leave_the_state_alone(
 @pytest.mark.parametrize(
     ("field", "config"),
     [
-        ("tensor_parallel", {"tensor_parallel": 2}),
         ("block_size", {"block_size": 128}),
         ("speculation", {"block_size": 4, "speculation": {"num_speculative_tokens": 4}}),
         ("snapshot_bytes", {"snapshot_bytes": -1}),
