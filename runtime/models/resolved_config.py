@@ -351,7 +351,8 @@ def check_batch_invariant(
     """Raise `ConfigError`, which says what to change, if the logits of a row would depend on its
     batch."""
     on_cpu = device.type == "cpu"
-    gaps = native_gaps(device.type, dtype, weights, plan_of(model))
+    plan = plan_of(model)
+    gaps = native_gaps(device.type, dtype, weights, plan)
     gap = gaps[0].reason if gaps else ""
     refusals = (
         (config.kernels == "torch", "kernels='torch'", "kernels='auto' or kernels='native'"),
@@ -379,6 +380,11 @@ def check_batch_invariant(
             gaps and config.mode == "compile" and on_cpu,
             f"mode='compile' and this model ({gap})",
             "mode='auto' or mode='eager'",
+        ),
+        (
+            any("ungated" in op.traits for layer in plan.layers for op in layer.operations),
+            f"model type {model.model_type!r}, whose experts have no gate",
+            "a model whose experts have gates",
         ),
     )
     for refused, what, remedy in refusals:

@@ -176,6 +176,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("base", {"model_impl": "transformers"}),
     ("deepseek_v3", {"mode": "compile"}),
     ("base", {"mode": "graph"}),
+    ("nemotron_h", {}),
 ]
 
 

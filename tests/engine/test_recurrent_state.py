@@ -122,7 +122,8 @@ def test_results_are_those_of_a_request_alone(
 ) -> None:
     """Bit for bit by the C++ operators; odd seeds compare the tokens by the reference operators."""
     rng, long = random.Random(f"{variant} {seed}"), seed >= 2
-    kernels = {"kernels": "torch"} if seed % 2 else EXACT
+    inexact = seed % 2 or variant.startswith("nemotron")  # whose experts have no C++ operator
+    kernels = {"kernels": "torch"} if inexact else EXACT
     seen: Counter[str] = Counter()
     for block_size in (4, 8, 16, 32) if long else (rng.choice([2, 4, 8]), rng.choice([16, 32])):
         expected = alone(variant, block_size, **kernels)
