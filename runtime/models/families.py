@@ -2154,6 +2154,26 @@ _OF_THE_WHOLE = (
 )
 
 
+_UNSUPPORTED = {
+    "index_topk": "sparse attention",
+    "index_topk_blocks": "sparse attention",
+    "indexer_budget": "sparse attention",
+    "sparse_attention_config": "sparse attention",
+    "hc_mult": "hyper-connections",
+    "hc_count": "hyper-connections",
+}
+"""Keys that configure what no operation computes: attention to tokens or blocks that an indexer
+chooses (DeepSeek V3.2, arXiv 2512.02556), and several residual streams (arXiv 2409.19606)."""
+
+
+def _unsupported_features(config: Json) -> str:
+    """Return which features of `_UNSUPPORTED` a `config.json` or its `text_config` asks for."""
+    inner = config.get("text_config")
+    parts = (config, inner if isinstance(inner, Mapping) else {})
+    keys = {f: key for key, f in _UNSUPPORTED.items() if any(part.get(key) for part in parts)}
+    return " and ".join(f"{feature} ({key})" for feature, key in keys.items())
+
+
 def family_of(config: Json) -> tuple[str, Family]:
     """Return the model type of a `config.json` and its family. Raises `CheckpointError`."""
     model_type = config.get("model_type")
@@ -2164,8 +2184,12 @@ def family_of(config: Json) -> tuple[str, Family]:
     named = architectures if isinstance(architectures, list) and architectures else [supported]
     if family is None or supported not in named:
         found = ", ".join(bounded_text(name, 60) for name in named[:3] if name) or "(unnamed)"
+        if features := _unsupported_features(config):
+            why = f": it has {features}, which no layer of stepgraph computes"
+        else:
+            why = "; supported: " + ", ".join(family.architecture for family in FAMILIES.values())
         raise CheckpointError(
-            f"architecture {found} (model_type {bounded_repr(model_type, 60)}) is not supported; "
-            "supported: " + ", ".join(family.architecture for family in FAMILIES.values())
+            f"architecture {found} (model_type {bounded_repr(model_type, 60)}) is not supported"
+            + why
         )
     return str(model_type), family

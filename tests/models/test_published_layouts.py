@@ -37,6 +37,16 @@ DELTA_RULE = {
 MAMBA = {"mamba_n_heads": 4, "mamba_d_state": 32, "mamba_n_groups": 2, "mamba_expand": 1}
 LAYER_EMBEDDINGS = {"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 160}
 PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
+    "Qwen3ForCausalLM": ("fp8_blocks", {}),
+    "Qwen2ForCausalLM": ("gptq", {}),
+    "LlamaForCausalLM": ("int_quantized", {}),
+    "Llama4ForCausalLM": ("pack_quantized", EXPERTS | {"intermediate_size_mlp": 192}),
+    "Gemma3ForCausalLM": ("pack_quantized", {}),
+    "MistralForCausalLM": ("fp8_static", {}),
+    "Phi3ForCausalLM": ("float_quantized", {}),
+    "SmolLM3ForCausalLM": ("awq", {}),
+    "Olmo3ForCausalLM": ("float_quantized", {}),
+    "GraniteForCausalLM": ("float_quantized", {}),
     "Glm4MoeForCausalLM": ("fp8_blocks", EXPERTS),
     "Glm4MoeLiteForCausalLM": ("pack_quantized", EXPERTS | LATENT),
     "MiniMaxM2ForCausalLM": ("fp8_blocks", EXPERTS | {"intermediate_size": 64}),

@@ -27,6 +27,11 @@ DELTA = {
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 12},
     **{"linear_value_head_dim": 10, "layer_types": ["linear_attention", "full_attention"]},
 }
+LATENT = {
+    **{"model_type": "mistral4", "q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8},
+    **{"qk_nope_head_dim": 8, "v_head_dim": 12, "n_routed_experts": 4, "num_experts_per_tok": 2},
+    **{"moe_intermediate_size": 48, "num_key_value_heads": 4, "head_dim": 16},
+}
 VISION = {
     **{"hidden_size": 32, "depth": 1, "num_hidden_layers": 1, "intermediate_size": 32},
     **{"num_heads": 2, "num_attention_heads": 2, "out_hidden_size": 64},
@@ -43,6 +48,7 @@ CASES: dict[str, tuple[str, dict[str, Any], bool]] = {
     ),
     "mistral3": ("Mistral3", {"model_type": "mistral"}, True),
     "ministral3": ("Mistral3", {"model_type": "ministral3"}, False),
+    "mistral4": ("Mistral3", LATENT, False),
     "llama4": ("Llama4", {"num_local_experts": 2, "intermediate_size_mlp": 96}, True),
     "gemma3": ("Gemma3", {}, True),
     "gemma4": (

@@ -15,7 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    GenerationMixin,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -50,7 +56,8 @@ def small_config(model_type: str, changes: Mapping[str, Any] | None = None) -> P
 
     Args:
         model_type: a key of `MODEL_TYPES`.
-        changes: fields that differ; a `NESTED.NAME` is one of a configuration within.
+        changes: fields that differ; a `NESTED.NAME` is one of a configuration within, and the value
+            of `NESTED` its model type.
 
     Raises:
         UnbuildableError: there is none.
@@ -89,11 +96,15 @@ def _arguments(config_class: Any, given: Mapping[str, Any], layers: int) -> dict
             arguments[name] = VOCAB_SIZE - 1
     if "num_key_value_heads" in arguments and any(f.name == "kv_lora_rank" for f in fields):
         arguments["num_key_value_heads"] = HEADS  # each head has its part of the latent vector
-    for name, nested_class in _nested_classes(config_class).items():
+    nested = _nested_classes(config_class)
+    for name, nested_class in nested.items():
         prefix = f"{name}."
+        if isinstance(model_type := given.get(name), str):
+            nested_class = CONFIG_MAPPING[model_type]
         inner = {k.removeprefix(prefix): v for k, v in given.items() if k.startswith(prefix)}
         arguments[name] = nested_class(**_arguments(nested_class, inner, layers))
-    return arguments | {key: value for key, value in given.items() if "." not in key}
+    own = {k: v for k, v in given.items() if "." not in k and (k not in nested or v is None)}
+    return arguments | own
 
 
 def _nested_classes(config_class: Any) -> dict[str, Any]:
@@ -160,32 +171,50 @@ class CausalModel:
 
 
 def save_small_model(
-    model_type: str, directory: Path, changes: Mapping[str, Any] | None = None, seed: int = 0
+    model_type: str,
+    directory: Path,
+    changes: Mapping[str, Any] | None = None,
+    seed: int = 0,
+    auto_class: Any = AutoModelForCausalLM,
 ) -> CausalModel:
     """Save a small random model; see `small_config` and `build`.
+
+    The reference is the decoder of text where that runs alone only (Llama 4).
 
     Raises:
         UnbuildableError: there is none.
     """
-    model = build(small_config(model_type, changes), seed)
+    model = build(small_config(model_type, changes), seed, auto_class)
     model.generation_config = GenerationConfig()
     model.save_pretrained(directory)
-    loaded = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    return CausalModel(directory, loaded.eval())
+    loaded = auto_class.from_pretrained(directory, dtype=torch.float32)
+    return CausalModel(directory, _decoder(loaded.eval()))
 
 
-def build(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
-    """Return the model of a configuration with random weights, in float32 on the CPU."""
+def _decoder(model: Any) -> PreTrainedModel:
+    """Return the causal language model within a model of images and text, or the whole."""
+    inner = getattr(model, "language_model", None)
+    return inner if isinstance(inner, GenerationMixin) else model
+
+
+def build(
+    config: PretrainedConfig, seed: int = 0, auto_class: Any = AutoModelForCausalLM
+) -> PreTrainedModel:
+    """Return the model of a configuration with random weights, in float32 on the CPU.
+
+    `auto_class` is `AutoModelForCausalLM`, or `AutoModelForImageTextToText` for the class with
+    encoders.
+    """
     with torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+        empty = auto_class.from_config(copy.deepcopy(config))
     if (count := sum(p.numel() for p in empty.parameters())) > MOST_PARAMETERS:
         raise UnbuildableError(f"{count} parameters: sizes without a rule")
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model = auto_class.from_config(config, dtype=torch.float32).eval()
     found = []
     for scales in SCALES:
         randomize(model, seed, *scales)
-        found.append(_distinct(model))
+        found.append(_distinct(_decoder(model)))
         if found[-1] >= ENOUGH_DISTINCT:
             return model
     randomize(model, seed, *SCALES[found.index(max(found))])

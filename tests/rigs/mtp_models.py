@@ -129,7 +129,7 @@ KINDS = {
         normed=False,
     ),
 }
-IN_PYTORCH = ("deepseek_v3", "glm4_moe_lite", "mimo_v2_flash", "qwen3_next")
+IN_PYTORCH = ("deepseek_v3", "glm4_moe_lite", "mimo_v2_flash")
 """Kinds without layers in C++."""
 OF_HYBRIDS = {
     "qwen3": Kind(

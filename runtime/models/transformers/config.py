@@ -391,11 +391,15 @@ def _decoder_of(transformers: Any, source: Any, config: Mapping[str, Any]) -> tu
 
     Of a model of images and text they are of the decoder of text, if that has a class of its own.
     """
-    mapping = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
+    auto = transformers.models.auto.modeling_auto
+    mapping = auto.MODEL_FOR_CAUSAL_LM_MAPPING
     text = source.get_text_config(decoder=True)
-    if is_wrapper(config) and type(text) in mapping:
-        text.tie_word_embeddings = source.tie_word_embeddings
-        return text, mapping[type(text)]
+    if is_wrapper(config):
+        # Some decoders are listed only as models of images and text, such as Mistral 4.
+        for classes in (mapping, auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING):
+            if type(text) in classes:
+                text.tie_word_embeddings = source.tie_word_embeddings
+                return text, classes[type(text)]
     if type(source) not in mapping:
         raise CheckpointError(
             f"transformers has no AutoModelForCausalLM for model_type {source.model_type!r}"
