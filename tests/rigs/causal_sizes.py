@@ -148,6 +148,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1},
     "longcat_flash": {"zero_expert_num": 2, "head_dim": 6},
     "mamba2": {"num_heads": 6, "head_dim": 16, "n_groups": 2},
+    "minimax_m3_vl_text": {"layer_types": ["full_attention", *["minimax_m3_sparse"] * 2]},
     "ministral": {"head_dim": HEAD_DIM},
     # Its generate drops tokens out of the window, its mask does not: the window is not reached.
     "moshi": {"audio_vocab_size": 40, "sliding_window": 128},
