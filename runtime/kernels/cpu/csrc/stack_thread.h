@@ -364,21 +364,27 @@ class StackThread {
   template <class Publish>
   auto with_shared(const MlpBlock& mlp, Publish publish) const {
     return [this, &mlp, publish](int64_t block, int64_t row, int64_t rows, const float* sums) {
-      alignas(64) float joined[kGroupRows * kBlock];
+      constexpr int64_t kRows = 16;  // a unit may have more than a tile
+      alignas(64) float joined[kRows * kBlock];
       const int64_t hidden = shape_.hidden, first = block * kBlock;
-      for (int64_t m = 0; m < rows; ++m) {
-        const T* shared = workspace_ + at_.shared + (row + m) * hidden;
-        F32x16 factor = F32x16{} + 1.0f;
-        if (mlp.shared_gate) {
-          const T gate = workspace_[at_.shared_gates + row + m];
-          factor = rounded<T>(times_sigmoid(factor, broadcast(static_cast<float>(gate))));
+      for (int64_t begin = 0; begin < rows; begin += kRows) {
+        const int64_t count = std::min(kRows, rows - begin);
+        for (int64_t m = 0; m < count; ++m) {
+          const int64_t token = row + begin + m;
+          const T* shared = workspace_ + at_.shared + token * hidden;
+          F32x16 factor = F32x16{} + 1.0f;
+          if (mlp.shared_gate) {
+            const T gate = workspace_[at_.shared_gates + token];
+            factor = rounded<T>(times_sigmoid(factor, broadcast(static_cast<float>(gate))));
+          }
+          for (int64_t c = 0; c < kBlock && first + c < hidden; c += 16) {
+            const F32x16 added = rounded<T>(floats_of(shared, first + c, hidden) * factor);
+            const F32x16 sum = load<F32x16>(sums + (begin + m) * kBlock + c);
+            store(joined + m * kBlock + c, rounded<T>(sum) + added);
+          }
         }
-        for (int64_t c = 0; c < kBlock && first + c < hidden; c += 16) {
-          const F32x16 added = rounded<T>(floats_of(shared, first + c, hidden) * factor);
-          store(joined + m * kBlock + c, rounded<T>(load<F32x16>(sums + m * kBlock + c)) + added);
-        }
+        publish(block, row + begin, count, static_cast<const float*>(joined));
       }
-      publish(block, row, rows, static_cast<const float*>(joined));
     };
   }
 
