@@ -539,8 +539,12 @@ def _missing(absent: Mapping[str, Shape]) -> Iterator[str]:
         yield f"missing: tensors of experts {', '.join(shown)}{more} in {module}"
 
 
-_UNUSED = ("rotary_emb.inv_freq", ".k_scale", ".v_scale", ".q_scale", ".output_scale")
-"""Ends of the names of tensors that no layout has: frequencies, and scales of 8-bit caches."""
+_UNUSED = (
+    *("rotary_emb.inv_freq", ".k_scale", ".v_scale", ".q_scale", ".output_scale"),
+    *(".slope_rate", ".query_decay", ".key_decay", ".diagonal_decay"),
+)
+"""Ends of the names of tensors that no layout has: frequencies, scales of 8-bit caches, and decays
+of lightning attention."""
 
 
 def _is_unused(name: str, config: ModelConfig) -> bool:

@@ -15,6 +15,7 @@ from ..kernels.weights import QUANT_METHODS, checkpoint_formats
 from .families import (
     ATTENTION_TYPES,
     CONFIG_KEYS,
+    DEEP_NORM_FACTORS,
     FAMILIES,
     MIXERS,
     MOST_SIZE,
@@ -176,6 +177,24 @@ class Multipliers:
         for name, count in (("ssm_multipliers", 5), ("mlp_multipliers", 2)):
             if len(found := getattr(self, name)) != count:
                 raise ConfigError(f"{name} = {bounded_repr(found)} must have {count} numbers")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepNormConfig:
+    """Residual additions to normed hidden states (DeepNorm, arXiv 2203.00555; MiniMax-01).
+
+    A layer's h becomes alpha * norm(h) + beta * f(norm(h)). Raises `ConfigError`.
+    """
+
+    full_attn_alpha_factor: Number = 1.0
+    full_attn_beta_factor: Number = 1.0
+    linear_attn_alpha_factor: Number = 1.0
+    linear_attn_beta_factor: Number = 1.0
+    mlp_alpha_factor: Number = 1.0
+    mlp_beta_factor: Number = 1.0
+
+    def __post_init__(self) -> None:
+        check_fields(self, ConfigError)
 
 
 _MIXER_CONFIGS: Mapping[Mixer, type] = {
@@ -389,6 +408,8 @@ def _read_attention(config: Json, family: Family) -> dict[str, Any]:
     for name in _BY_LAYER:
         if family.reads(name):
             fields[name] = tuple(config[name])
+    if family.reads(DEEP_NORM_FACTORS[0]):
+        fields["deep_norm"] = DeepNormConfig(**_read_fields(DeepNormConfig, config, family, {}))
     if family.reads("altup_num_inputs"):
         fields["altup"] = AltUpConfig(**_read_fields(AltUpConfig, config, family, {}))
     tunes = "attn_temperature_tuning"
@@ -416,7 +437,8 @@ def _numbers(config: Json, name: str) -> tuple[float, ...]:
     return tuple(read_field({name: number}, name, float) for number in listed)
 
 
-_BY_LAYER = ("layer_head_dims", "layer_widths", "layer_sparsity", "kv_shared_layers")
+_OF_EACH_LAYER = ("layer_head_dims", "layer_widths", "layer_sparsity", "layer_slopes")
+_BY_LAYER = (*_OF_EACH_LAYER, "kv_shared_layers")
 """Fields that `Family.prepare` makes: a value of each layer, or numbers of layers."""
 
 
@@ -628,6 +650,8 @@ class ModelConfig(DecoderConfig):
     """Width of the MLP of each layer; empty: `intermediate_size`."""
     layer_sparsity: tuple[Annotated[float, Range(0.0, 0.9999)], ...] = ()
     """`Activate.sparsity` of each layer; empty: 0."""
+    layer_slopes: tuple[Number, ...] = ()
+    """`LinearAttention.slope` of each layer; empty: no layer has lightning attention."""
     kv_shared_layers: tuple[int, ...] = ()
     """Layers without keys and values of their own: they read the last layer before them that has
     some and the same type."""
@@ -639,13 +663,15 @@ class ModelConfig(DecoderConfig):
     """Tokens that have such inputs of their own."""
     altup: AltUpConfig | None = None
     """Several streams of hidden states; None: one."""
+    deep_norm: DeepNormConfig | None = None
+    """Factors of additions to normed hidden states; None: layers add to the hidden states."""
     shard: tuple[int, int] | None = None
     """Rank and number of ranks: the plan of the model is for one rank of a tensor-parallel
     group. All other fields describe the whole model. None: the plan is for the whole model."""
 
     def __post_init__(self) -> None:
         check_fields(self, ConfigError)
-        for name in ("layer_heads", "layer_head_dims", "layer_widths", "layer_sparsity"):
+        for name in ("layer_heads", *_OF_EACH_LAYER):
             if (listed := getattr(self, name)) and len(listed) != self.num_layers:
                 raise ConfigError(
                     f"{name} lists {len(listed)} layers, num_layers = {self.num_layers}"
@@ -690,6 +716,8 @@ class ModelConfig(DecoderConfig):
                 f"layer_types has no layer with attention, only {', '.join(sorted(used)) or 'MLPs'}"
                 "; at least one is needed"
             )
+        if "lightning" in used and not self.layer_slopes:
+            raise ConfigError("layer_types has 'lightning', but layer_slopes is empty")
         for mixer in _MIXER_CONFIGS:
             if mixer in used and getattr(self, mixer) is None:
                 raise ConfigError(f"layer_types has {mixer!r}, but {mixer} is None")
@@ -786,6 +814,7 @@ class ModelConfig(DecoderConfig):
             layer_head_dims=of_chosen(self.layer_head_dims),
             layer_widths=of_chosen(self.layer_widths),
             layer_sparsity=of_chosen(self.layer_sparsity),
+            layer_slopes=of_chosen(self.layer_slopes),
             experts=experts,
         )
 

@@ -369,7 +369,7 @@ class DeltaRuleLayout:
 
 # What a decoder family is, and readers for the keys of its `config.json`.
 
-Mixer = Literal["attention", "conv", "delta_rule", "mamba2"]
+Mixer = Literal["attention", "conv", "delta_rule", "mamba2", "lightning"]
 """What mixes the tokens of a sequence in a layer."""
 
 LayerType = Literal[
@@ -379,6 +379,7 @@ LayerType = Literal[
     "delta_rule",
     "mamba2",
     "mamba2_attention",
+    "lightning",
     "mlp",
     "experts",
 ]
@@ -391,6 +392,7 @@ MIXERS: Mapping[LayerType, tuple[Mixer, ...]] = {
     "delta_rule": ("delta_rule",),
     "mamba2": ("mamba2",),
     "mamba2_attention": ("mamba2", "attention"),
+    "lightning": ("lightning",),
     "mlp": (),
     "experts": (),
 }
@@ -406,6 +408,13 @@ MULTIPLIERS = (
 )
 
 """Of Granite; keys of `config.json` and fields of `ModelConfig`."""
+
+DEEP_NORM_FACTORS = tuple(
+    f"{name}_{factor}_factor"
+    for name in ("full_attn", "linear_attn", "mlp")
+    for factor in ("alpha", "beta")
+)
+"""Of MiniMax-01; keys of `config.json` and fields of `DeepNormConfig`."""
 
 CONFIG_KEYS = {
     "num_layers": "num_hidden_layers",
@@ -915,6 +924,21 @@ def _with_rotary_dim(config: Json) -> Json:
     if rotated is None or config.get("partial_rotary_factor") is not None:
         return config
     return {**config, "partial_rotary_factor": rotated / read_count(config, "head_dim")}
+
+
+def _minimax(config: Json) -> Json:
+    """MiniMax-01: every second layer has lightning attention, which decays slower in later ones."""
+    act = read_field(config, "hidden_act", str, "silu")
+    if act != "silu":
+        raise CheckpointError(f"hidden_act = {bounded_repr(act)} must be 'silu'")
+    if (window := config.get("sliding_window")) is not None:
+        raise CheckpointError(f"sliding_window = {bounded_repr(window)} is not supported")
+    count = read_field(config, "num_hidden_layers", int)
+    types = config.get("layer_types")
+    if types is None:
+        types = ["linear_attention" if i % 2 else "full_attention" for i in range(count)]
+    slopes = [1 - layer / (count - 1 + 1e-5) + 1e-5 for layer in range(count)]
+    return {**config, "layer_types": types, "layer_slopes": slopes}
 
 
 def _with_mimo_layers(config: Json) -> Json:
@@ -1711,6 +1735,25 @@ FAMILIES: dict[str, Family] = {
         keys=_LOCAL_EXPERTS,
         prepare=_with_rotary_dim,
         experts=MINIMAX_M2,
+    ),
+    "minimax": Family(
+        architecture="MiniMaxForCausalLM",
+        defaults={
+            **_LLAMA_TOKENS,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "layer_slopes": [],
+            **dict.fromkeys(DEEP_NORM_FACTORS, 1.0),
+        },
+        fixed={"attention_bias": False, "norm_topk_prob": True},
+        keys=_LOCAL_EXPERTS,
+        prepare=_minimax,
+        lists_layer_types=True,
+        layer_kinds={"full_attention": "full_attention", "linear_attention": "lightning"},
+        experts=MIXTRAL,
     ),
     "mixtral": Family(
         architecture="MixtralForCausalLM",

@@ -46,7 +46,7 @@ from ..kernels.ops.parameter import (
     Source,
 )
 from ..kernels.ops.rotation import Rotate
-from ..kernels.ops.state_space import StateSpace
+from ..kernels.ops.state_space import LinearAttention, StateSpace
 from ..kernels.weights import INT4, MODEL
 from .config import AltUpConfig, DecoderConfig, DeltaRuleConfig, LatentConfig, ModelConfig
 from .families import DeltaRuleLayout, ExpertLayout, ExpertsConfig, LayerType, Mixer, MixtureNorms
@@ -143,6 +143,8 @@ class LayerKind(NamedTuple):
     """Width of its MLP; None: the model's."""
     sparsity: float = 0.0
     """`Activate.sparsity` of its MLP."""
+    slope: float = 0.0
+    """`LinearAttention.slope` of its lightning attention."""
     kv_source: int | None = None
     """The layer whose keys and values it reads; None: its own."""
 
@@ -512,6 +514,30 @@ def mamba2(config: ModelConfig, kind: LayerKind) -> Iterator[Operation]:
     yield scaled(product, (hidden, factors.ssm_out_multiplier))
 
 
+_LIGHTNING_NORM_EPS = 1e-6
+"""Epsilon of the norm inside lightning attention, independent of the config."""
+
+
+def lightning(config: ModelConfig, kind: LayerKind) -> Iterator[Operation]:
+    """Lightning attention (MiniMax-01, arXiv 2501.08313)."""
+    at, hidden = "self_attn", config.hidden_size
+    inner = config.num_heads * config.head_dim
+    parts = {f"{at}.output_gate": inner, f"{at}.qkv_proj": 3 * inner}
+    yield linear("lightning.inputs", parts, hidden, split=(inner, 3 * inner))
+    yield LinearAttention(
+        name="linear_attention", heads=config.num_heads, head_dim=config.head_dim, slope=kind.slope
+    )
+    yield GatedNorm(
+        name="gated_norm",
+        weight=vector("lightning.norm", f"{at}.norm", inner),
+        eps=_LIGHTNING_NORM_EPS,
+        features=inner,
+        group=inner,
+        gate="sigmoid",
+    )
+    yield linear("lightning.output", {f"{at}.out_proj": hidden}, inner)
+
+
 # The MLP of a decoder layer as operations.
 
 _ACTIVATIONS: dict[str, ActivationName] = {
@@ -855,6 +881,7 @@ def _layer_kind(config: ModelConfig, layer: int, ropes: list[Rope]) -> LayerKind
         config.layer_head_dims[layer] if config.layer_head_dims else None,
         config.layer_widths[layer] if config.layer_widths else None,
         config.layer_sparsity[layer] if config.layer_sparsity else 0.0,
+        config.layer_slopes[layer] if "lightning" in config.mixers(layer) else 0.0,
         config.kv_source(layer),
     )
 
@@ -864,11 +891,18 @@ def _layer(config: ModelConfig, kind: LayerKind) -> Iterator[Operation]:
     family, altup = config.family, config.altup
     own = (family.norms_of[mixer] for mixer in kind.mixers if mixer in family.norms_of)
     norms, scale = next(own, family.layer_norms), config.residual_multiplier
-    feed_forward = list(_feed_forward(config, kind))
+    feed_forward, mixers = list(_feed_forward(config, kind)), list(_mixers(config, kind))
+    mixed_by = fed_by = scale
+    if (deep := config.deep_norm) is not None:
+        alpha, mixed_by = deep.linear_attn_alpha_factor, deep.linear_attn_beta_factor
+        if "attention" in kind.mixers:
+            alpha, mixed_by = deep.full_attn_alpha_factor, deep.full_attn_beta_factor
+        mixers = list(_on_normed("normed", alpha, mixers))
+        fed_by = deep.mlp_beta_factor
+        feed_forward = list(_on_normed("mlp_normed", deep.mlp_alpha_factor, feed_forward))
     if altup is not None:
         yield from _predicted_stream(config, altup)
-    if kind.mixers:
-        mixers = list(_mixers(config, kind))
+    if mixers:
         if norms.input is not None:
             always = family.parallel_residual or altup is not None
             own_norm = norm(config, "input_norm", norms.input)
@@ -876,7 +910,7 @@ def _layer(config: ModelConfig, kind: LayerKind) -> Iterator[Operation]:
         yield from mixers
         if norms.attention_output is not None:
             yield norm(config, "attention_output_norm", norms.attention_output)
-        added = Residual(name="residual", scale=scale * config.attention_value_scale)
+        added = Residual(name="residual", scale=mixed_by * config.attention_value_scale)
         yield _named(added, "attended", feed_forward, always=altup is not None)
     if altup is not None:
         yield from _laurel(config, altup)
@@ -887,7 +921,7 @@ def _layer(config: ModelConfig, kind: LayerKind) -> Iterator[Operation]:
     yield from feed_forward
     if norms.mlp_output is not None:
         yield norm(config, "mlp_output_norm", norms.mlp_output)
-    yield Residual(name="residual", scale=scale, writes="" if altup is None else "updated")
+    yield Residual(name="residual", scale=fed_by, writes="" if altup is None else "updated")
     if altup is not None:
         yield from _corrected_streams(config, altup)
     elif config.layer_input_size:
@@ -897,6 +931,16 @@ def _layer(config: ModelConfig, kind: LayerKind) -> Iterator[Operation]:
         scalar = Parameter("scalar.weight", (Source("layer_scalar", (1,)),))
         yield Multiply(name="layer_scalar", weight=scalar)
         yield Replace(name="output")
+
+
+def _on_normed(name: str, alpha: float, operations: Sequence[Operation]) -> Iterator[Operation]:
+    """Operations on the normed hidden states `name`; these, times alpha, are the hidden states that
+    their result is added to (DeepNorm)."""
+    if alpha != 1.0:
+        yield Multiply(name="residual_scale", factor=alpha)
+    yield Replace(name="normed")
+    first, *others = operations
+    yield from (replace(first, reads=(name,)), *others)
 
 
 def _of_kind(config: ModelConfig, kind: LayerKind) -> ModelConfig:
@@ -1074,12 +1118,15 @@ _MIXERS: Mapping[Mixer, Callable[[ModelConfig, LayerKind], Iterator[Operation]]]
     "conv": short_convolution,
     "delta_rule": delta_rule,
     "mamba2": mamba2,
+    "lightning": lightning,
 }
 """The operations of each mixer, from the norm of a layer's input to what is added to it."""
 
 
 def _mixers(config: ModelConfig, kind: LayerKind) -> Iterator[Operation]:
     """The operations of the mixers of a layer."""
+    if not kind.mixers:
+        return
     if len(kind.mixers) == 1:
         yield from _MIXERS[kind.mixers[0]](config, kind)
         return

@@ -117,6 +117,14 @@ HYBRID_VARIANTS: dict[str, dict[str, Any]] = {
         "layers_block_type": ["mlp", "linear_attention", "full_attention", "linear_attention"],
         **_nemotron((4, 6), 4, 7, 3, use_conv_bias=False),
     },
+    "minimax": {
+        **variant("minimax", "flfl", num_local_experts=5, features=20, head_dim=10),
+        **{"block_size": 16, "linear_attn_alpha_factor": 1.5, "mlp_beta_factor": 0.8},
+    },
+    "minimax_deep": {
+        **variant("minimax", "llf", kv_heads=1, num_local_experts=3, features=36, tied=False),
+        **{"full_attn_alpha_factor": 2.5, "linear_attn_alpha_factor": 2.5, "mlp_alpha_factor": 2.5},
+    },
     "olmo_hybrid": {
         **variant("olmo_hybrid", "lfl", tied=False, rope=_NO_ROPE, eos_token_id=3),
         **_delta((2, 4), (8, 6)),
@@ -193,12 +201,35 @@ def _random_nemotron(draws: random.Random) -> dict[str, Any]:
     )
 
 
+def _random_minimax(draws: random.Random) -> dict[str, Any]:
+    layers = ["linear_attention", "full_attention", *draws.choices(_KINDS, k=2)]
+    draws.shuffle(layers)
+    factors = {f"{name}_factor": draws.uniform(0.5, 2.0) for name in _DEEP_NORM}
+    fields = variant("minimax", hidden=8 * draws.randint(3, 9), kv_heads=draws.choice([1, 2, 3, 6]))
+    return {
+        **fields | factors,
+        **{
+            "num_hidden_layers": 4,
+            "layer_types": layers,
+            "intermediate_size": draws.randint(9, 60),
+        },
+        **{"num_local_experts": draws.randint(2, 7), "num_experts_per_tok": 2},
+        **{"head_dim": 2 * draws.randint(3, 10), "tie_word_embeddings": False},
+        "block_size": draws.choice([8, 256]),
+    }
+
+
+_DEEP_NORM = (
+    *("full_attn_alpha", "full_attn_beta", "linear_attn_alpha", "linear_attn_beta"),
+    *("mlp_alpha", "mlp_beta"),
+)
 _KINDS = ("linear_attention", "full_attention")
 _MAMBA_SIZES: dict[str, Callable[[random.Random], dict[str, Any]]] = {
     "granitemoehybrid": _random_granite,
     "bamba": _random_bamba,
     "falcon_h1": _random_falcon,
     "nemotron_h": _random_nemotron,
+    "minimax": _random_minimax,
 }
 
 
