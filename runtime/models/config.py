@@ -124,6 +124,26 @@ class DeltaRuleConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Mamba1Config:
+    """A Mamba layer with normed inputs (Jamba). Raises `ConfigError`."""
+
+    mamba_d_state: Size
+    """Elements of the state for each feature."""
+    mamba_d_conv: Size
+    """Tokens that the convolution sees, the newest included."""
+    mamba_expand: Size
+    """Features, in multiples of the hidden size."""
+    mamba_dt_rank: Size
+    """Rank of the projection to time steps."""
+    mamba_conv_bias: bool = True
+    mamba_proj_bias: bool = False
+    """Whether the projections of its inputs and of its output have biases."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, ConfigError)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Mamba2Config:
     """A Mamba-2 layer. Raises `ConfigError`."""
 
@@ -200,6 +220,7 @@ class DeepNormConfig:
 _MIXER_CONFIGS: Mapping[Mixer, type] = {
     "conv": ConvConfig,
     "delta_rule": DeltaRuleConfig,
+    "mamba1": Mamba1Config,
     "mamba2": Mamba2Config,
 }
 """The fields of `ModelConfig` that describe mixers, and their types."""
@@ -640,6 +661,8 @@ class ModelConfig(DecoderConfig):
     """The short convolutions of its layers."""
     delta_rule: DeltaRuleConfig | None = None
     """The delta rule of its layers."""
+    mamba1: Mamba1Config | None = None
+    """Its Mamba layers of the first kind."""
     mamba2: Mamba2Config | None = None
     """Its Mamba-2 layers."""
     multipliers: Multipliers = Multipliers()

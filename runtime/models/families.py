@@ -369,7 +369,7 @@ class DeltaRuleLayout:
 
 # What a decoder family is, and readers for the keys of its `config.json`.
 
-Mixer = Literal["attention", "conv", "delta_rule", "mamba2", "lightning"]
+Mixer = Literal["attention", "conv", "delta_rule", "mamba1", "mamba2", "lightning"]
 """What mixes the tokens of a sequence in a layer."""
 
 LayerType = Literal[
@@ -377,6 +377,7 @@ LayerType = Literal[
     "sliding_attention",
     "conv",
     "delta_rule",
+    "mamba1",
     "mamba2",
     "mamba2_attention",
     "lightning",
@@ -390,6 +391,7 @@ MIXERS: Mapping[LayerType, tuple[Mixer, ...]] = {
     **dict.fromkeys(ATTENTION_TYPES, ("attention",)),
     "conv": ("conv",),
     "delta_rule": ("delta_rule",),
+    "mamba1": ("mamba1",),
     "mamba2": ("mamba2",),
     "mamba2_attention": ("mamba2", "attention"),
     "lightning": ("lightning",),
@@ -726,6 +728,31 @@ def _mamba2(config: Json) -> Json:
     return {**config, "mamba_d_head": inner // heads, **_time_steps(config, "time_step_limit")}
 
 
+def _jamba(config: Json) -> Json:
+    """Jamba: layers with attention by period, and a rank of time steps that may be derived."""
+    act = read_field(config, "hidden_act", str, "silu")
+    if act != "silu":
+        raise CheckpointError(f"hidden_act = {bounded_repr(act)} must be 'silu' in Mamba layers")
+    attends = _periodic(config, "attn_layer")
+    layers = range(read_field(config, "num_hidden_layers", int))
+    types = ["full_attention" if i in attends else "mamba" for i in layers]
+    rank = config["mamba_dt_rank"]
+    if rank == "auto":
+        rank = -(-read_count(config, "hidden_size") // 16)
+    return {**config, "layer_types": types, "mamba_dt_rank": rank}
+
+
+def _periodic(config: Json, name: str) -> range:
+    """Return the layers of one kind: one in each period, at an offset."""
+    period = read_count(config, f"{name}_period")
+    offset = read_field(config, f"{name}_offset", int)
+    if not 0 <= offset < period:
+        raise CheckpointError(
+            f"{name}_offset = {offset} must be at least 0 and below {name}_period = {period}"
+        )
+    return range(offset, read_field(config, "num_hidden_layers", int), period)
+
+
 def _time_steps(config: Json, key: str) -> Json:
     """Return the limits of time steps, of which the largest may be infinite."""
     limits = config.get(key)
@@ -962,6 +989,12 @@ def _with_mimo_layers(config: Json) -> Json:
     }
 
 
+def _jamba_mixtures(config: Json) -> range:
+    """Jamba: the layers with experts, none if there is a single expert."""
+    mixtures = _periodic(config, "expert_layer")
+    return mixtures if read_count(config, "num_experts") > 1 else range(0)
+
+
 def _layers(config: Json, name: str) -> frozenset[int]:
     value = config.get(name)
     if value is None:
@@ -1110,6 +1143,20 @@ NEMOTRON_H = ExpertTraits(
     shared_names=("up_proj", "down_proj"),
     correction="mixer.gate.e_score_correction_bias",
     exact=True,
+)
+
+JAMBA = ExpertTraits(
+    dense_layers=lambda config, layers: tuple(
+        layer for layer in range(layers) if layer not in _jamba_mixtures(config)
+    ),
+    layouts=(
+        ExpertLayout.of_tensors("feed_forward", "router"),
+        ExpertLayout(
+            router="feed_forward.router",
+            gate_up=("feed_forward.experts.gate_up_proj",),
+            down="feed_forward.experts.down_proj",
+        ),
+    ),
 )
 
 LLAMA4 = ExpertTraits(
@@ -2023,6 +2070,38 @@ FAMILIES: dict[str, Family] = {
         down="shared_mlp.output_linear",
     ),
     "bamba": _BAMBA,
+    "jamba": Family(
+        architecture="JambaForCausalLM",
+        defaults={
+            **_LLAMA_TOKENS,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-6,
+            "max_position_embeddings": 262144,
+            "num_experts": 16,
+            "num_experts_per_tok": 2,
+            "expert_layer_period": 2,
+            "expert_layer_offset": 1,
+            "attn_layer_period": 8,
+            "attn_layer_offset": 4,
+            "mamba_d_state": 16,
+            "mamba_d_conv": 4,
+            "mamba_expand": 2,
+            "mamba_dt_rank": "auto",
+            "mamba_conv_bias": True,
+            "mamba_proj_bias": False,
+        },
+        fixed={"attention_bias": False, "norm_topk_prob": False},
+        keys={"moe_intermediate_size": "intermediate_size"},
+        prepare=_jamba,
+        lists_layer_types=True,
+        layer_kinds={"full_attention": "full_attention", "mamba": "mamba1"},
+        is_unrotated=lambda config, layer: True,
+        layer_norms=LayerNorms(mlp="pre_ff_layernorm"),
+        gate_up=("feed_forward.gate_proj", "feed_forward.up_proj"),
+        down="feed_forward.down_proj",
+        final_norm="model.final_layernorm",
+        experts=JAMBA,
+    ),
     "nemotron_h": Family(
         architecture="NemotronHForCausalLM",
         defaults={

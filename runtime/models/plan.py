@@ -46,7 +46,7 @@ from ..kernels.ops.parameter import (
     Source,
 )
 from ..kernels.ops.rotation import Rotate
-from ..kernels.ops.state_space import LinearAttention, StateSpace
+from ..kernels.ops.state_space import LinearAttention, SelectiveInputs, StateSpace
 from ..kernels.weights import INT4, MODEL
 from .config import AltUpConfig, DecoderConfig, DeltaRuleConfig, LatentConfig, ModelConfig
 from .families import DeltaRuleLayout, ExpertLayout, ExpertsConfig, LayerType, Mixer, MixtureNorms
@@ -452,6 +452,50 @@ def _delta_inputs(
 
     beta, decay = parts(layout.beta, (each, each))
     return [*parts(layout.qkv[0], (key, key, each * value, each * value)), decay, beta]
+
+
+def mamba1(config: ModelConfig, kind: LayerKind) -> Iterator[Operation]:
+    """A Mamba layer (Gu and Dao, arXiv 2312.00752) with norms of time steps, B and C (Jamba)."""
+    mamba, at, hidden = config.mamba1, config.family.mamba, config.hidden_size
+    assert mamba is not None, "a Mamba layer"
+    inner, size, rank = mamba.mamba_expand * hidden, mamba.mamba_d_state, mamba.mamba_dt_rank
+    inputs, output = {f"{at}.in_proj": 2 * inner}, {f"{at}.out_proj": hidden}
+    biased = (*inputs, *output) if mamba.mamba_proj_bias else ()
+    yield linear("mamba.inputs", inputs, hidden, biased, split=(inner, inner))
+    bias = Parameter("mamba.conv.bias", (Source(f"{at}.conv1d.bias", (inner,)),))
+    source = Source(f"{at}.conv1d.weight", (inner, 1, mamba.mamba_d_conv))
+    yield CausalConv(
+        name="convolution",
+        weight=Parameter("mamba.conv.weight", (source,)),
+        bias=bias if mamba.mamba_conv_bias else None,
+        silu=True,
+    )
+    yield SelectiveInputs(
+        name="selective_inputs",
+        projection=matrix("mamba.selection", f"{at}.x_proj", rank + 2 * size, inner),
+        time_projection=matrix("mamba.time", f"{at}.dt_proj", inner, rank),
+        time_norm=vector("mamba.time_norm", f"{at}.dt_layernorm", rank),
+        b_norm=vector("mamba.b_norm", f"{at}.b_layernorm", size),
+        c_norm=vector("mamba.c_norm", f"{at}.c_layernorm", size),
+        eps=config.rms_norm_eps,
+    )
+
+    def number(ours: str, theirs: str, *shape: int) -> Parameter:
+        source = Source(f"{at}.{theirs}", shape)
+        exact = len(shape) > 1
+        return Parameter(f"mamba.{ours}.weight", (source,), dtype=torch.float32, exact=exact)
+
+    yield StateSpace(
+        name="state_space",
+        decay=number("decay", "A_log", inner, size),
+        time_bias=number("time_bias", "dt_proj.bias", inner),
+        skip=number("skip", "D", inner),
+        head_dim=1,
+        groups=1,
+        state_size=size,
+        gated=True,
+    )
+    yield linear("mamba.output", output, inner, biased)
 
 
 def mamba2(config: ModelConfig, kind: LayerKind) -> Iterator[Operation]:
@@ -1117,6 +1161,7 @@ _MIXERS: Mapping[Mixer, Callable[[ModelConfig, LayerKind], Iterator[Operation]]]
     "attention": attention,
     "conv": short_convolution,
     "delta_rule": delta_rule,
+    "mamba1": mamba1,
     "mamba2": mamba2,
     "lightning": lightning,
 }

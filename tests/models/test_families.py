@@ -41,7 +41,16 @@ COMPILED = (  # a family without native layers costs a minute of compilation
     *("odd", "gemma2", "smollm3", "phi3", "olmo3", "granite", "glm4_odd", "mixtral_all"),
     "ernie4_5_moe",
 )
-ALONE = ("llama4_text", "lfm2", "lfm2_moe", "granitemoehybrid", "bamba", "nemotron_h", "minimax")
+ALONE = (
+    "llama4_text",
+    "lfm2",
+    "lfm2_moe",
+    "granitemoehybrid",
+    "bamba",
+    "nemotron_h",
+    "minimax",
+    "jamba",
+)
 CPU = torch.device("cpu")
 
 

@@ -18,7 +18,7 @@ LENGTHS = (1, 63, 64, 65, 130)
 NEW_TOKENS = 20
 MODEL_TYPES = (
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "kimi_linear", "olmo_hybrid"),
-    *("granitemoehybrid", "bamba", "falcon_h1", "nemotron_h", "minimax"),
+    *("granitemoehybrid", "bamba", "falcon_h1", "nemotron_h", "minimax", "jamba"),
 )
 CASES = [
     pytest.param(model_type, seed, marks=() if seed == 0 else pytest.mark.slow)

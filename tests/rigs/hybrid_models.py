@@ -52,6 +52,15 @@ _FACTORS = {
     "embedding_multiplier": 1.6,
 }
 
+
+def _periods(attention: int, attends: int, experts: int, routed: int) -> dict[str, int]:
+    """Fields of Jamba: a layer with attention, and one with experts, in this many."""
+    return {
+        **{"attn_layer_period": attention, "attn_layer_offset": attends},
+        **{"expert_layer_period": experts, "expert_layer_offset": routed},
+    }
+
+
 HYBRID_VARIANTS: dict[str, dict[str, Any]] = {
     "qwen3_next": {
         **variant("qwen3_next", "lfl", tied=False, shared_expert_intermediate_size=28, **_EXPERTS),
@@ -116,6 +125,10 @@ HYBRID_VARIANTS: dict[str, dict[str, Any]] = {
         **variant("nemotron_h", tied=False, kv_heads=1, mlp_bias=True),
         "layers_block_type": ["mlp", "linear_attention", "full_attention", "linear_attention"],
         **_nemotron((4, 6), 4, 7, 3, use_conv_bias=False),
+    },
+    "jamba": {
+        **variant("jamba", 4, num_experts=4, features=28, mamba_d_state=6, mamba_expand=1),
+        **_periods(3, 1, 2, 1),
     },
     "minimax": {
         **variant("minimax", "flfl", num_local_experts=5, features=20, head_dim=10),
@@ -219,6 +232,19 @@ def _random_minimax(draws: random.Random) -> dict[str, Any]:
     }
 
 
+def _random_jamba(draws: random.Random) -> dict[str, Any]:
+    fields = variant("jamba", 5, hidden=8 * draws.randint(4, 9), kv_heads=draws.choice([1, 2, 6]))
+    period, experts = draws.randint(2, 4), draws.randint(2, 4)
+    return {
+        **fields | _periods(period, draws.randrange(period), experts, draws.randrange(experts)),
+        **{"num_experts": draws.choice([1, 4, 5]), "num_experts_per_tok": draws.randint(1, 3)},
+        **{"mamba_d_state": draws.randint(3, 20), "mamba_d_conv": draws.randint(2, 5)},
+        **{"mamba_expand": draws.randint(1, 2), "mamba_dt_rank": draws.choice(["auto", 5])},
+        **{"mamba_conv_bias": draws.random() < 0.7, "mamba_proj_bias": draws.random() < 0.3},
+        "tie_word_embeddings": False,
+    }
+
+
 _DEEP_NORM = (
     *("full_attn_alpha", "full_attn_beta", "linear_attn_alpha", "linear_attn_beta"),
     *("mlp_alpha", "mlp_beta"),
@@ -230,6 +256,7 @@ _MAMBA_SIZES: dict[str, Callable[[random.Random], dict[str, Any]]] = {
     "falcon_h1": _random_falcon,
     "nemotron_h": _random_nemotron,
     "minimax": _random_minimax,
+    "jamba": _random_jamba,
 }
 
 

@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ....cache.spec import RowState
+from .linear import projection
+from .norms import RMSNorm
 from .operation import Binding, LayerStep, Operation, Run, Vector, per_token
 from .parameter import Parameter
 from .recurrence import recurrent_state
@@ -113,6 +115,60 @@ class StateSpace(Operation):
         # In float32 x, dt * x and y, then B and C, and the decays.
         wide = (4 if eager else 3) * inner + shared + 2 * self.decay.elements
         return itemsize * (hidden + 3 * inner + shared) + _FLOAT32 * wide
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelectiveInputs(Operation):
+    """The time steps, B and C of Mamba-1, projected from x and normed (Jamba, arXiv 2403.19887).
+
+    The value is x and the gate, `[T, I]` each. It returns x, the gate, dt `[T, I]`, and B and C,
+    `[T, N]` each. The projection to dt has rank R.
+    """
+
+    projection: Parameter
+    """`[R + 2N, I]`: to what dt is projected from, B and C."""
+    time_projection: Parameter
+    """`[I, R]`."""
+    time_norm: Parameter
+    """`[R]`."""
+    b_norm: Parameter
+    """`[N]`."""
+    c_norm: Parameter
+    """`[N]`."""
+    eps: float
+
+    @property
+    def title(self) -> str:
+        return "selective inputs of state spaces"
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        return (self.projection, self.time_projection, *self._norms)
+
+    @property
+    def _norms(self) -> tuple[Parameter, ...]:
+        return (self.time_norm, self.b_norm, self.c_norm)
+
+    def bind(self, to: Binding) -> Run:
+        project, time_step = projection(to, self.projection), projection(to, self.time_projection)
+        sizes = tuple(norm.shape[0] for norm in self._norms)
+        norm_dt, norm_b, norm_c = (
+            per_token(to.kernels, to.module(norm, lambda: RMSNorm(self.eps)))
+            for norm in self._norms
+        )
+
+        def run(value: tuple[Tensor, Tensor], step: LayerStep) -> tuple[Tensor, ...]:
+            x_TI, gate_TI = value
+            dt_TR, b_TN, c_TN = project(x_TI).split(sizes, dim=-1)
+            return x_TI, gate_TI, time_step(norm_dt(dt_TR)), norm_b(b_TN), norm_c(c_TN)
+
+        return run
+
+    def live_bytes(self, hidden: int, itemsize: int, *, eager: bool) -> int:
+        inner, rank = self.time_projection.shape
+        projected = self.projection.shape[0]
+        norms = 3 * _FLOAT32 * rank if eager else 0
+        return itemsize * (hidden + 3 * inner + 3 * projected) + norms
 
 
 @dataclass(frozen=True, kw_only=True)
