@@ -374,7 +374,7 @@ _OF_ALL = (
 _NULLABLE = (
     *("rms_norm_eps", "bos_token_id", "q_lora_rank"),
     *("attn_logit_softcapping", "final_logit_softcapping", "attention_value_scale"),
-    *("n_shared_experts", "n_group", "topk_group"),
+    *("n_shared_experts", "n_group", "topk_group", "moe_latent_size"),
 )
 """Fields that have their default where the config has null. Null switches flags off."""
 

@@ -206,6 +206,9 @@ class ExpertsConfig:
     shared_expert_intermediate_size: Annotated[int, Range(0, MOST_SIZE)] = 0
     """Width of an MLP that every token uses too, perhaps times a gate of the token; 0: there is
     none."""
+    moe_latent_size: Size | None = None
+    """Features of the latent space in which experts compute, between projections from and to the
+    hidden states (Nemotron 3 Super); None: they read the hidden states."""
     scores: Scores = "softmax"
     """As `Routing.scores`."""
     norm_topk_prob: bool = False
@@ -331,6 +334,8 @@ class ExpertTraits:
     """Name of the correction of scores for the choice of experts; empty: there is none."""
     correction_rows: bool = False
     """The correction is stored as a matrix with one row (ERNIE 4.5)."""
+    latent: tuple[str, str] = ("", "")
+    """Names of the projections to and from the latent space of `moe_latent_size`."""
     exact: bool = False
     """Experts keep the model's dtype: no kernel has experts without gate."""
     scaled_inputs: bool = False
@@ -696,9 +701,6 @@ def _nemotron_types(config: Json) -> list[Any]:
 
 def _nemotron_h(config: Json) -> Json:
     """Nemotron-H: its layers, and sizes of Mamba-2 layers under names of their own."""
-    latent = config.get("moe_latent_size")
-    if latent is not None:
-        raise CheckpointError(f"moe_latent_size = {bounded_repr(latent)} is not supported")
     act = read_field(config, "mamba_hidden_act", str, "silu")
     for key, found, allowed in (
         ("mamba_hidden_act", act, "silu"),
@@ -1142,6 +1144,7 @@ NEMOTRON_H = ExpertTraits(
     shared="mixer.shared_experts",
     shared_names=("up_proj", "down_proj"),
     correction="mixer.gate.e_score_correction_bias",
+    latent=("mixer.fc1_latent_proj", "mixer.fc2_latent_proj"),
     exact=True,
 )
 
@@ -2125,6 +2128,7 @@ FAMILIES: dict[str, Family] = {
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 7688,
             "moe_shared_expert_intermediate_size": 7688,
+            "moe_latent_size": None,
             "routed_scaling_factor": 1.0,
             "norm_topk_prob": True,
             "n_group": 1,

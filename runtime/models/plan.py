@@ -672,7 +672,8 @@ def experts(config: ModelConfig, moe: ExpertsConfig) -> Experts:
     """
     traits = config.family.experts
     assert traits is not None, "only families with experts have an `ExpertsConfig`"
-    hidden, width, routed = config.hidden_size, moe.moe_intermediate_size, moe.num_experts
+    hidden = moe.moe_latent_size or config.hidden_size
+    width, routed = moe.moe_intermediate_size, moe.num_experts
     always, first = moe.n_shared_experts, traits.layouts[0]
     parts = activate(config, width).parts
     slices = [(expert * width, width) for expert in range(always)]
@@ -729,7 +730,7 @@ def experts(config: ModelConfig, moe: ExpertsConfig) -> Experts:
     total = routed + always
     return Experts(
         name="experts",
-        router=router("weight", (routed, hidden), exact=True),
+        router=router("weight", (routed, config.hidden_size), exact=True),
         gate_up=parameter(
             "gate_up.weight", (total * parts * width, hidden), gate_up, **storage(parts)
         ),
@@ -743,7 +744,7 @@ def experts(config: ModelConfig, moe: ExpertsConfig) -> Experts:
         shared=always,
         scaled_inputs=traits.scaled_inputs,
         expert_scales=scales,
-        router_input=traits.parallel_to_mlp is not None,
+        router_input=traits.parallel_to_mlp is not None or moe.moe_latent_size is not None,
     )
 
 
@@ -1149,7 +1150,13 @@ def _feed_forward(config: ModelConfig, kind: LayerKind) -> Iterator[Operation]:
         yield from mlp(config, kind.sparsity)
         yield from _parallel_mixture(config, moe, traits.parallel_to_mlp)
         return
-    routed = experts(config, moe)
+    routed: Operation = experts(config, moe)
+    if (size := moe.moe_latent_size) is not None:
+        hidden, (into, out) = config.hidden_size, traits.latent
+        latent = linear("experts.latent", {into: size}, hidden)
+        yield replace(latent, reads=("mlp_normed",), writes="latent")
+        yield replace(routed, reads=("latent", "mlp_normed"))
+        routed = linear("experts.output", {out: hidden}, size)
     if not moe.shared_expert_intermediate_size:
         yield routed
         return

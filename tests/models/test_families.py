@@ -42,14 +42,8 @@ COMPILED = (  # a family without native layers costs a minute of compilation
     "ernie4_5_moe",
 )
 ALONE = (
-    "llama4_text",
-    "lfm2",
-    "lfm2_moe",
-    "granitemoehybrid",
-    "bamba",
-    "nemotron_h",
-    "minimax",
-    "jamba",
+    *("llama4_text", "lfm2", "lfm2_moe", "granitemoehybrid", "bamba", "nemotron_h"),
+    *("minimax", "jamba"),
 )
 CPU = torch.device("cpu")
 

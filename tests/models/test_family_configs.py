@@ -255,7 +255,7 @@ LINEAR = {"rope_type": "linear", "factor": 4}
         ("granitemoehybrid", {"mamba_ssm_cache_dtype": "int8"}),
         ("bamba", {"attn_layer_indices": "all"}),
         *(("bamba", {"time_step_limit": limits}) for limits in ([1.0], [0.5, 0.1], 3, [0, "inf"])),
-        ("nemotron_h", {"moe_latent_size": 16}),
+        ("nemotron_h", {"moe_latent_size": 0}),
         ("nemotron_h", {"mamba_ssm_cache_dtype": "fp8"}),
         ("nemotron_h", {"mamba_hidden_act": "gelu"}),
         ("nemotron_h", {"mlp_hidden_act": "silu"}),

@@ -76,6 +76,7 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
             **EXPERTS | {"moe_shared_expert_intermediate_size": 96, "conv_kernel": 4},
             **{"mamba_num_heads": 4, "mamba_head_dim": 32, "n_groups": 2, "ssm_state_size": 32},
             "layers_block_type": ["mamba", "moe", "attention", "mlp"],
+            "moe_latent_size": 64,
         },
     ),
     "Lfm2ForCausalLM": (

@@ -121,6 +121,13 @@ HYBRID_VARIANTS: dict[str, dict[str, Any]] = {
         **{"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20},
         **{"moe_shared_expert_intermediate_size": 28, "n_group": 3, "topk_group": 2},
     },
+    "nemotron_h_latent": {
+        **variant("nemotron_h", tied=False, mlp_hidden_act="relu2", moe_latent_size=18),
+        "layers_block_type": ["full_attention", "moe", "linear_attention", "moe"],
+        **_nemotron((6, 8), 2, 10),
+        **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+        **{"moe_shared_expert_intermediate_size": 20, "n_group": 1, "topk_group": 1},
+    },
     "nemotron_h_dense": {
         **variant("nemotron_h", tied=False, kv_heads=1, mlp_bias=True),
         "layers_block_type": ["mlp", "linear_attention", "full_attention", "linear_attention"],
@@ -206,6 +213,7 @@ def _random_nemotron(draws: random.Random) -> dict[str, Any]:
         **{"n_routed_experts": experts, "num_experts_per_tok": draws.randint(1, 2)},
         **{"moe_intermediate_size": draws.randint(5, 40), "n_group": groups, "topk_group": 1},
         "moe_shared_expert_intermediate_size": draws.randint(5, 60),
+        "moe_latent_size": draws.choice([None, draws.randint(8, 40)]),
     }
     kept = ("hidden_size", "intermediate_size", "num_key_value_heads")
     named |= {name: fields[name] for name in kept}

@@ -167,8 +167,10 @@ class Experts(Operation):
         if self.correction is not None:
             correction = to.module(self.correction, lambda: Vector(torch.float32))
         up, down = to.module(self.gate_up, Vector), to.module(self.down, Vector)
+        router_input = self.router_input
 
-        def run(x_TD: Tensor, step: LayerStep) -> Tensor:
+        def run(value: Any, step: LayerStep) -> Tensor:
+            x_TD, router_TD = value if router_input else (value, None)
             tensors = ExpertTensors(
                 router.weight,
                 None,
@@ -177,7 +179,7 @@ class Experts(Operation):
                 LinearTensors(up.weight),
                 LinearTensors(down.weight),
             )
-            return run_experts(self, x_TD, tensors, step.batch.live_tokens, None)
+            return run_experts(self, x_TD, tensors, step.batch.live_tokens, router_TD)
 
         return run
 
@@ -202,7 +204,7 @@ class Experts(Operation):
             gate_up_bias=None if self.gate_up_bias is None else cut(self.gate_up_bias, rows),
             down_bias=layer.rank.once(self.down_bias),
         )
-        yield from layer.rank.summed(own, self.router.shape[1])
+        yield from layer.rank.summed(own, self.down.shape[0] // self.total)
 
     def live_bytes(self, hidden: int, itemsize: int, *, eager: bool) -> int:
         routing = 6 * _FLOAT32 * self.routed + 4 * 8 * self.per_token
