@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(not have_compiler(), reason="needs a C++ compile
 
 
 @pytest.mark.parametrize("kernels", ["native", "torch"])
-@pytest.mark.parametrize("chunk", [13, 64])
+@pytest.mark.parametrize("chunk", [13, 64, 512])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_tokens_equal_transformers(
     open_engine: Open, tiny: Tiny, variant: str, chunk: int, kernels: str
