@@ -124,7 +124,8 @@ def configs_of_all_families() -> dict[str, ModelConfig]:
 
 
 NOT_IN_LAYERS: dict[str, set[str]] = {
-    "convolutions": set(),  # of models with recurrent state
+    "convolutions": set(),  # of other models with recurrent state
+    "linear attention": {"minimax"},
     "latent attention": {"deepseek_v2", "deepseek_v3", "glm4_moe_lite"},
     "norms of values or of queries alone": {"gemma4_text", "gemma4_unified_text"},
     "several residual streams (AltUp)": {"gemma3n_text"},
@@ -144,7 +145,8 @@ def test_which_families_have_no_layers_of_kernels() -> None:
         plan = model_plan(config)
         expected = set()
         for why, kinds in NOT_IN_LAYERS.items():
-            if config.model_type in kinds or (why == "convolutions" and plan.row_states):
+            convolves = plan.row_states and config.model_type != "minimax"
+            if config.model_type in kinds or (why == "convolutions" and convolves):
                 expected.add(("decoder layers", f"native layers do not support {why}"))
         if config.family.centred_norms:
             why = "native layers do not support input_norm with centred, writes"
