@@ -222,23 +222,21 @@ class DeviceRows:
             self.drafts[:, : drafts_BK.shape[1]].index_put_((rows_B,), drafts_BK)
 
     @property
-    def row_states(self) -> RowStates | None:
-        """The recurrent state as layers read it."""
-        if self.stored is None or self.memory is None:
-            return None
+    def row_states(self) -> RowStates:
+        """The recurrent state as layers read it, of a model that has some."""
+        memory, stored = self.memory, self.stored
+        assert memory is not None, "the engine gives recurrent layers memory"
+        assert stored is not None
         *_, snapshot_tables, input_tables = self.block_tables.unbind()
-        memory = self.memory
-        return RowStates(
-            memory.snapshots, memory.inputs, snapshot_tables, input_tables, self.stored
-        )
+        return RowStates(memory.snapshots, memory.inputs, snapshot_tables, input_tables, stored)
 
     def store_states(
         self, rows_B: torch.Tensor, positions_B: torch.Tensor, block_size: int
     ) -> None:
         """Note that a step has stored the snapshots up to the blocks of these positions."""
-        if self.stored is not None:
-            columns_B = torch.where(rows_B == self.null_row, 0, positions_B // block_size)
-            self.stored.index_put_((rows_B,), columns_B)
+        assert self.stored is not None, "a step without recurrent state"
+        columns_B = torch.where(rows_B == self.null_row, 0, positions_B // block_size)
+        self.stored.index_put_((rows_B,), columns_B)
 
     def take_row(self, row: int, rope_length: int, stored: int) -> None:
         """Forget what is left of a row's last request, and begin with that of the next one.

@@ -114,7 +114,7 @@ def batch_of_slots(
         tokens_per_row=tokens_per_row,
         query_start_loc=query_start_loc,
         rope_lengths=rope_lengths_T,
-        states=state.row_states,
+        states=None if state.stored is None else state.row_states,
         token_ids=token_ids,
     )
 
@@ -672,7 +672,8 @@ class StepFunctions:
         with operation("begin"):
             x_TD = self.model.embed(token_ids_T)
         hidden_TD, features_TF = self._hidden(x_TD, batch, token_ids_BN is not None)
-        state.store_states(rows_B, positions_T[::n], self.block_size)
+        if state.stored is not None:
+            state.store_states(rows_B, positions_T[::n], self.block_size)
         lanes = hidden_TD, rows_T, positions_T, greedy
         return self._lanes(*lanes, token_ids_BN is None, features_TF, slots_GT)
 
@@ -708,7 +709,8 @@ class StepFunctions:
                 self.hidden[: hidden_TD.shape[0]].copy_(hidden_TD)
             # Rows of padding have no tokens; clamp their index, which can be -1.
             last_R = (query_start_loc[1:] - 1).clamp(min=0)
-            state.store_states(rows_R, positions_T[last_R], self.block_size)
+            if state.stored is not None:
+                state.store_states(rows_R, positions_T[last_R], self.block_size)
             lanes = hidden_TD[last_R], sample_rows_R, positions_T[last_R], greedy
         return self._lanes(*lanes, True, features_TF, slots_GT)
 
