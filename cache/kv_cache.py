@@ -17,8 +17,8 @@ from .row_states import Copies, RowPools, RowStateCache
 from .spec import LayerGroup
 
 TableChange = tuple[int, int, int]
-"""(group, column, block): an entry of a request's block tables that has changed. The tables of
-recurrent state, snapshots and inputs, follow those of the layer groups."""
+"""(group, column, block): an entry of a request's block tables that has changed. After the
+layer groups come the tables of snapshots and of inputs, if the model has recurrent state."""
 
 
 @dataclass(slots=True)
@@ -245,7 +245,7 @@ class KVCache:
     def grow(self, request_id: str, num_tokens: int, drafted: int = 0) -> list[TableChange] | None:
         """Allocate the missing blocks of tokens 0 to `num_tokens` - 1 in all groups.
 
-        The last `drafted` of them are those of a drafter, which has no recurrent state.
+        The last `drafted` tokens belong to a drafter, which has no recurrent state.
 
         Returns:
             The changed entries of the request's block tables (often none); None if too few blocks
@@ -273,7 +273,7 @@ class KVCache:
         return changes
 
     def _of_states(self, changes: list[TableChange]) -> list[TableChange]:
-        """Return changes of the tables of recurrent state, which follow those of the groups."""
+        """Number the tables of recurrent state after the layer groups."""
         first = len(self._groups)
         return [(first + table, column, entry) for table, column, entry in changes]
 

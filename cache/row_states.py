@@ -305,7 +305,7 @@ class RowStateCache:
                 assert all(column <= held.last for column in entries)
                 for entry in entries.values():
                     counts[entry] = counts.get(entry, 0) + 1
-            assert len(counts) == pool.num_held, "state is held by nobody"
+            assert len(counts) == pool.num_held, "an entry is taken, but no request holds it"
             for entry, count in counts.items():
                 assert pool.ref_count(entry) == count, f"entry {entry} has {count} holders"
         for host in self.host:

@@ -154,7 +154,7 @@ class ModelFootprint:
         block_size: slots of a block.
         block_bytes: bytes of a block over all layers of a layer group, a drafter's included.
         row_state_bytes: recurrent state of all rows, 0 without recurrent layers.
-        snapshot_bytes: snapshots of recurrent state that are cached beside it.
+        snapshot_bytes: cached snapshots of recurrent state.
         max_num_seqs: rows of the decode batch.
         max_model_len: tokens of the longest request, unless the cache holds fewer.
         prefill_chunk: maximum prompt tokens of one step.

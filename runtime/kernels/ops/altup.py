@@ -41,8 +41,8 @@ def _as_large_as(x_TD: Tensor, stream_TD: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpandStreams(StreamOperation):
-    """Hidden states `[T, D]` as N streams, `[T, N, D]`: the first as it is, others projected."""
+class ProjectedStreams(StreamOperation):
+    """An operation with a matrix for each stream but the first."""
 
     projections: tuple[Parameter, ...]
     """`[D, D]` of each stream but the first."""
@@ -50,6 +50,11 @@ class ExpandStreams(StreamOperation):
     @property
     def parameters(self) -> tuple[Parameter, ...]:
         return self.projections
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpandStreams(ProjectedStreams):
+    """Hidden states `[T, D]` as N streams, `[T, N, D]`: the first as it is, others projected."""
 
     def bind(self, to: Binding) -> Run:
         linears = [projection(to, weight) for weight in self.projections]
@@ -65,15 +70,8 @@ class ExpandStreams(StreamOperation):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MergeStreams(StreamOperation):
+class MergeStreams(ProjectedStreams):
     """The mean `[T, D]` of N streams `[T, N, D]`, of which all but the first are projected."""
-
-    projections: tuple[Parameter, ...]
-    """`[D, D]` of each stream but the first."""
-
-    @property
-    def parameters(self) -> tuple[Parameter, ...]:
-        return self.projections
 
     def bind(self, to: Binding) -> Run:
         linears = [projection(to, weight) for weight in self.projections]

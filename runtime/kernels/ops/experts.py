@@ -135,15 +135,21 @@ class Experts(Operation):
         return (*required, *(p for p in optional if p is not None))
 
     def bind(self, to: Binding) -> Run:
-        router = to.module(self.router, Vector)
-        if not self.activate.gated:
-            return self._bind_ungated(to, router)
+        router, gated = to.module(self.router, Vector), self.activate.gated
         correction, scales = (
             None if p is None else to.module(p, partial(Vector, p.dtype))
             for p in (self.correction, self.expert_scales)
         )
-        gate_up, down = projection(to, self.gate_up), projection(to, self.down)
-        run_experts, router_input = to.kernels.experts, self.router_input
+        # Kernels know gated experts only: others keep plain weights, for plain PyTorch.
+        run_experts = to.kernels.experts if gated else to.kernels.ungated_experts
+        assert run_experts is not None, "all kernels of models have some"
+        gate_up, down = (
+            projection(to, p) if gated else to.module(p, Vector) for p in (self.gate_up, self.down)
+        )
+        router_input = self.router_input
+
+        def stored(held: Any) -> LinearTensors:
+            return LinearTensors(held.weight, held.scales if gated else None, held.bias)
 
         def run(value: Any, step: LayerStep) -> Tensor:
             x_TD, router_TD = value if router_input else (value, None)
@@ -152,32 +158,8 @@ class Experts(Operation):
                 router.bias,
                 None if correction is None else correction.weight,
                 None if scales is None else scales.weight,
-                LinearTensors(gate_up.weight, gate_up.scales, gate_up.bias),
-                LinearTensors(down.weight, down.scales, down.bias),
-            )
-            return run_experts(self, x_TD, tensors, step.batch.live_tokens, router_TD)
-
-        return run
-
-    def _bind_ungated(self, to: Binding, router: Any) -> Run:
-        """In plain PyTorch: kernels know gated experts only."""
-        run_experts = to.kernels.ungated_experts
-        assert run_experts is not None, "all kernels of models have some"
-        correction = None
-        if self.correction is not None:
-            correction = to.module(self.correction, lambda: Vector(torch.float32))
-        up, down = to.module(self.gate_up, Vector), to.module(self.down, Vector)
-        router_input = self.router_input
-
-        def run(value: Any, step: LayerStep) -> Tensor:
-            x_TD, router_TD = value if router_input else (value, None)
-            tensors = ExpertTensors(
-                router.weight,
-                None,
-                None if correction is None else correction.weight,
-                None,
-                LinearTensors(up.weight),
-                LinearTensors(down.weight),
+                stored(gate_up),
+                stored(down),
             )
             return run_experts(self, x_TD, tensors, step.batch.live_tokens, router_TD)
 
