@@ -14,6 +14,7 @@ from ..bounded_repr import bounded_repr, bounded_text
 from ..errors import CheckpointError, ConfigError
 from ..kernels import Kernels
 from ..models.config import ModelConfig
+from ..models.config_keys import Json
 from ..models.decoder import Decoder
 from ..models.drafters.block_drafter import BlockDrafter, block_config, is_block_drafter
 from ..models.drafters.drafter import (
@@ -33,7 +34,6 @@ from ..models.drafters.feature_head import (
     is_unused_by_mtp,
     mtp_config,
 )
-from ..models.families import Json
 from ..models.plan import model_plan
 from .checkpoint import CheckpointReader, check_layout
 from .checkpoint_files import CONFIG_BYTES, has_file, no_checkpoint, read_json_object

@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, Literal, TypeVar, cast, get_args
 
-from ..arguments import Range, allowed_values, check_fields
+from ..arguments import Allowed, Range, allowed_values, check_fields
 from ..bounded_repr import bounded_repr
 from ..errors import CheckpointError, ConfigError
 from ..kernels.ops.attention import AttentionTemperature
 from ..kernels.weights import QUANT_METHODS, checkpoint_formats
-from .families import (
-    ATTENTION_TYPES,
-    CONFIG_KEYS,
-    DEEP_NORM_FACTORS,
-    FAMILIES,
-    MIXERS,
-    MOST_SIZE,
-    ExpertsConfig,
-    Family,
-    Json,
-    LayerType,
-    Mixer,
-    Number,
-    Size,
-    family_of,
-    read_field,
-    read_optional,
-)
+from .config_keys import Json, read_field, read_optional
+from .families import FAMILIES, family_of
+from .families.family import CONFIG_KEYS, Family
+from .layers import ATTENTION_TYPES, LAYER_TYPES, MIXERS
+from .layers.altup import AltUp
+from .layers.dimensions import MOST_SIZE, Dimensions, Mixer, Number, Size
+from .layers.experts import ExpertsConfig
 from .rope import UNROTATED, UNSCALED, Rope, RopeScaling, RopeType
 
 T = TypeVar("T")
@@ -41,7 +31,7 @@ _MOST_LAYERS = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
-class LatentConfig:
+class LatentConfig(Dimensions):
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1).
 
     A token is cached as one vector that all heads share: a latent, from which each head's keys and
@@ -62,7 +52,7 @@ class LatentConfig:
     """Whether the elements of a rotated pair are neighbours."""
 
     def __post_init__(self) -> None:
-        check_fields(self, ConfigError)
+        super().__post_init__()
         for name, reason in (
             ("qk_rope_head_dim", "rotary embeddings turn pairs of elements"),
             ("kv_lora_rank", "the latents of an 8-bit cache are followed by scales of 2 bytes"),
@@ -81,126 +71,25 @@ class LatentConfig:
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
 
-# The dimensions of mixers other than attention.
-
-
 @dataclass(frozen=True, kw_only=True)
-class ConvConfig:
-    """A gated short convolution (LFM2). Raises `ConfigError`."""
-
-    conv_taps: Size
-    """Tokens that a convolution sees, the newest included."""
-    conv_bias: bool = False
-    """Whether it and its projections have biases."""
-
-    def __post_init__(self) -> None:
-        check_fields(self, ConfigError)
-
-
-@dataclass(frozen=True, kw_only=True)
-class DeltaRuleConfig:
-    """Gated DeltaNet, or Kimi Delta Attention. Raises `ConfigError`."""
-
-    linear_num_key_heads: Size
-    """Heads of queries and keys."""
-    linear_num_value_heads: Size
-    """Heads of values; a multiple of the key heads."""
-    linear_key_head_dim: Size
-    """Elements of a head's queries and keys."""
-    linear_value_head_dim: Size
-    """Elements of a head's values."""
-    linear_conv_kernel_dim: Size
-    """Tokens that the convolution of queries, keys and values sees, the newest included."""
-    linear_allow_neg_eigval: bool = False
-    """Whether beta is from 0 to 2, not to 1."""
-
-    def __post_init__(self) -> None:
-        check_fields(self, ConfigError)
-        if self.linear_num_value_heads % self.linear_num_key_heads:
-            raise ConfigError(
-                f"linear_num_value_heads = {self.linear_num_value_heads} must be a multiple of"
-                f" linear_num_key_heads = {self.linear_num_key_heads}"
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Mamba1Config:
-    """A Mamba layer with normed inputs (Jamba). Raises `ConfigError`."""
-
-    mamba_d_state: Size
-    """Elements of the state for each feature."""
-    mamba_d_conv: Size
-    """Tokens that the convolution sees, the newest included."""
-    mamba_expand: Size
-    """Features, in multiples of the hidden size."""
-    mamba_dt_rank: Size
-    """Rank of the projection to time steps."""
-    mamba_conv_bias: bool = True
-    mamba_proj_bias: bool = False
-    """Whether the projections of its inputs and of its output have biases."""
-
-    def __post_init__(self) -> None:
-        check_fields(self, ConfigError)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Mamba2Config:
-    """A Mamba-2 layer. Raises `ConfigError`."""
-
-    mamba_n_heads: Size
-    mamba_d_head: Size
-    """Elements of a head."""
-    mamba_n_groups: Size
-    """Groups of heads that share what is written to the state, and read from it."""
-    mamba_d_state: Size
-    """Elements of the state for each element of a head."""
-    mamba_d_conv: Size
-    """Tokens that the convolution sees, the newest included."""
-    mamba_conv_bias: bool = True
-    mamba_proj_bias: bool = False
-    """Whether the projection of its inputs has a bias."""
-    mamba_output_bias: bool = False
-    mamba_rms_norm: bool = True
-    """Whether its output is normed, in groups."""
-    mamba_norm_before_gate: bool = False
-    """Whether the gate multiplies the output of that norm, not its input."""
-    least_time_step: Annotated[float, Range(0.0, 1e18)] = 0.0
-    largest_time_step: Annotated[float, Range(0.0, 1e18)] = 1e18
-
-    def __post_init__(self) -> None:
-        check_fields(self, ConfigError)
-        if self.mamba_n_heads % self.mamba_n_groups:
-            raise ConfigError(
-                f"mamba_n_heads = {self.mamba_n_heads} must be a multiple of mamba_n_groups ="
-                f" {self.mamba_n_groups}"
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Multipliers:
+class Multipliers(Dimensions):
     """Factors of the results of linear layers (muP, arXiv 2203.03466). Raises `ConfigError`."""
 
     attention_in_multiplier: Number = 1.0
     """Of queries, keys and values."""
     key_multiplier: Number = 1.0
     attention_out_multiplier: Number = 1.0
-    ssm_in_multiplier: Number = 1.0
-    """Of all inputs of a Mamba layer."""
-    ssm_multipliers: tuple[Number, ...] = (1.0,) * 5
-    """Of its gate, of its x, B and C, and of its time steps."""
-    ssm_out_multiplier: Number = 1.0
     mlp_multipliers: tuple[Number, ...] = (1.0,) * 2
     """Of the gate of an MLP, and of its output."""
 
     def __post_init__(self) -> None:
-        check_fields(self, ConfigError)
-        for name, count in (("ssm_multipliers", 5), ("mlp_multipliers", 2)):
-            if len(found := getattr(self, name)) != count:
-                raise ConfigError(f"{name} = {bounded_repr(found)} must have {count} numbers")
+        super().__post_init__()
+        if len(found := self.mlp_multipliers) != 2:
+            raise ConfigError(f"mlp_multipliers = {bounded_repr(found)} must have 2 numbers")
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeepNormConfig:
+class DeepNorm(Dimensions):
     """Residual additions to normed hidden states (DeepNorm, arXiv 2203.00555; MiniMax-01).
 
     A layer's h becomes alpha * norm(h) + beta * f(norm(h)). Raises `ConfigError`.
@@ -213,37 +102,13 @@ class DeepNormConfig:
     mlp_alpha_factor: Number = 1.0
     mlp_beta_factor: Number = 1.0
 
-    def __post_init__(self) -> None:
-        check_fields(self, ConfigError)
 
-
-_MIXER_CONFIGS: Mapping[Mixer, type] = {
-    "conv": ConvConfig,
-    "delta_rule": DeltaRuleConfig,
-    "mamba1": Mamba1Config,
-    "mamba2": Mamba2Config,
+_SECTIONS: Mapping[str, type[Dimensions]] = {
+    "multipliers": Multipliers,
+    "deep_norm": DeepNorm,
+    "altup": AltUp,
 }
-"""The fields of `ModelConfig` that describe mixers, and their types."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class AltUpConfig:
-    """Alternating updates of several streams of hidden states (Gemma 3n). Raises `ConfigError`."""
-
-    num_streams: Annotated[int, Range(2, 64)]
-    active: Annotated[int, Range(0, 63)]
-    """The stream that layers update."""
-    scaled: bool
-    """Whether the active stream has a scale, where it makes the input from per-layer embeddings."""
-    laurel_rank: Size
-    """Rank of the learned residual of each layer."""
-
-    def __post_init__(self) -> None:
-        check_fields(self, ConfigError)
-        if self.active >= self.num_streams:
-            raise ConfigError(
-                f"active = {self.active} must be below num_streams = {self.num_streams}"
-            )
+"""Fields of `ModelConfig` with fields of their own, in families that read their keys."""
 
 
 # Reads the keys of a `config.json` that describe rotary positions.
@@ -367,7 +232,7 @@ _OPTIONAL = ("mscale_all_dim", *_ROPE_KEYS["yarn"], "attention_factor")
 _OF_ALL = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads"),
     *("max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "attention_bias"),
-    *("bos_token_id", "num_experts_per_tok", "moe_intermediate_size"),
+    *("bos_token_id", "num_experts_per_tok", "moe_intermediate_size", "head_dim"),
 )
 """Fields that are keys of every config; `Family.reads` decides about other fields."""
 
@@ -387,9 +252,22 @@ def _read_fields(kind: type, config: Json, family: Family, known: Json) -> dict[
         key, is_flag = family.key(name), allowed.kind is bool
         if name in known or (name in _NULLABLE and config.get(key) is None):
             continue
-        if name in _OF_ALL or family.reads(key):
+        if name not in _OF_ALL and not family.reads(key):
+            continue
+        if allowed.kind is tuple:
+            found[name] = _read_list(config, key, allowed.entry)
+        else:
             found[name] = read_field(config, key, allowed.kind, False if is_flag else None)
     return found
+
+
+def _read_list(config: Json, name: str, entry: Allowed | None) -> tuple[Any, ...]:
+    listed = config.get(name)
+    if not isinstance(listed, list):
+        raise CheckpointError(f"{name} must be a list, not {bounded_repr(listed)}")
+    if entry is not None and entry.kind is float:
+        return tuple(read_field({name: number}, name, float) for number in listed)
+    return tuple(tuple(each) if isinstance(each, list) else each for each in listed)
 
 
 def _read_attention(config: Json, family: Family) -> dict[str, Any]:
@@ -402,7 +280,7 @@ def _read_attention(config: Json, family: Family) -> dict[str, Any]:
     config = {**config, "layer_types": types}
     unrotated = (layer for layer in range(num_layers) if family.is_unrotated(config, layer))
     slides = "sliding_attention" in types
-    fields: dict[str, Any] = {
+    found: dict[str, Any] = {
         "rope_theta": rope.theta,
         "rope_scaling": rope.scaling,
         "partial_rotary_factor": rope.partial,
@@ -411,56 +289,44 @@ def _read_attention(config: Json, family: Family) -> dict[str, Any]:
         "sliding_window": window if slides else None,
         "unrotated_layers": tuple(unrotated),
     }
-    if family.reads("layer_heads"):
-        fields["layer_heads"] = tuple(map(tuple, config["layer_heads"]))
-    used = {mixer for kind in types for mixer in MIXERS[kind]}
     for key in ("mamba_ssm_dtype", "mamba_ssm_cache_dtype"):
         if (state := read_field(config, key, str, "float32")) not in DTYPES:
             raise CheckpointError(
                 f"{key} = {bounded_repr(state)} must be one of {', '.join(DTYPES)}; recurrent state"
                 " is kept in float32"
             )
-    if family.reads("ssm_multipliers"):
-        lists = {name: _numbers(config, name) for name in ("ssm_multipliers", "mlp_multipliers")}
-        fields["multipliers"] = Multipliers(**_read_fields(Multipliers, config, family, lists))
-    for mixer, kind in _MIXER_CONFIGS.items():
-        if mixer in used:
-            fields[mixer] = kind(**_read_fields(kind, config, family, {}))
-    for name in _BY_LAYER:
-        if family.reads(name):
-            fields[name] = tuple(config[name])
-    if family.reads(DEEP_NORM_FACTORS[0]):
-        fields["deep_norm"] = DeepNormConfig(**_read_fields(DeepNormConfig, config, family, {}))
-    if family.reads("altup_num_inputs"):
-        fields["altup"] = AltUpConfig(**_read_fields(AltUpConfig, config, family, {}))
+    for name, kind in _SECTIONS.items():
+        if any(family.reads(family.key(field.name)) for field in fields(kind)):
+            found[name] = kind(**_read_fields(kind, config, family, {}))
     tunes = "attn_temperature_tuning"
     if family.reads(tunes) and read_field(config, tunes, bool):
-        fields["temperature"] = AttentionTemperature(
+        found["temperature"] = AttentionTemperature(
             read_field(config, "floor_scale", int), read_field(config, "attn_scale", float)
         )
+    found |= _read_heads(config, family, heads, hidden_size)
+    for mixer in {mixer for name in types for mixer in LAYER_TYPES[name]} - {"attention"}:
+        own = MIXERS[mixer]
+        sizes = {**config, "head_dim": found["head_dim"]}
+        found["mixer"] = own(**_read_fields(own, sizes, family, family.mixer))
+    return found
+
+
+def _read_heads(config: Json, family: Family, heads: int, hidden_size: int) -> dict[str, Any]:
+    """Return the fields of a `ModelConfig` that describe the heads of attention."""
     if family.latent:
-        return fields | _latent_fields(config, family, heads)
+        return _latent_fields(config, family, heads)
     if config.get("head_dim") is None and heads > 0 and hidden_size % heads:
         raise CheckpointError(
             f"hidden_size = {hidden_size} must be a multiple of num_attention_heads = {heads} "
             "where the config has no head_dim"
         )
-    fields["num_kv_heads"] = read_field(config, "num_key_value_heads", int, heads)
-    fields["head_dim"] = read_field(config, "head_dim", int, hidden_size // max(heads, 1))
-    return fields
+    return {
+        "num_kv_heads": read_field(config, "num_key_value_heads", int, heads),
+        "head_dim": read_field(config, "head_dim", int, hidden_size // max(heads, 1)),
+    }
 
 
-def _numbers(config: Json, name: str) -> tuple[float, ...]:
-    """Read a list of numbers."""
-    listed = config.get(name)
-    if not isinstance(listed, list):
-        raise CheckpointError(f"{name} must be a list of numbers, not {bounded_repr(listed)}")
-    return tuple(read_field({name: number}, name, float) for number in listed)
-
-
-_OF_EACH_LAYER = ("layer_head_dims", "layer_widths", "layer_sparsity", "layer_slopes")
-_BY_LAYER = (*_OF_EACH_LAYER, "kv_shared_layers")
-"""Fields that `Family.prepare` makes: a value of each layer, or numbers of layers."""
+_OF_EACH_LAYER = ("layer_heads", "layer_head_dims", "layer_widths", "layer_sparsity")
 
 
 def _latent_fields(config: Json, family: Family, heads: int) -> dict[str, Any]:
@@ -476,17 +342,17 @@ def _latent_fields(config: Json, family: Family, heads: int) -> dict[str, Any]:
 
 def _read_layer_types(
     config: Json, family: Family, num_layers: int
-) -> tuple[list[LayerType], int | None]:
+) -> tuple[list[str], int | None]:
     """Return the type of each layer and the window of layers that slide."""
     window = read_optional(config, family.key("sliding_window"), int)
     if family.reads("use_sliding_window") and not read_field(config, "use_sliding_window", bool):
-        config, window = {**config, "sliding_window": None}, None
+        window = None
     listed, kinds = config.get("layer_types"), family.layer_kinds
-    implied: list[LayerType] = []
+    implied: Sequence[str] = []
     if listed is None or not family.lists_layer_types:
-        implied = [ATTENTION_TYPES[family.slides(config, layer)] for layer in range(num_layers)]
+        implied = family.implied_types(config, range(num_layers))
     if listed is None:
-        return implied, window
+        listed = implied
     if not isinstance(listed, list) or len(listed) != num_layers:
         raise CheckpointError(
             f"layer_types must be a list of {num_layers} layers (num_hidden_layers), not "
@@ -498,13 +364,12 @@ def _read_layer_types(
                 f"layer_types has {bounded_repr(name)} for layer {layer}; supported for "
                 f"{family.architecture}: {', '.join(map(repr, kinds))}"
             )
-    types = [kinds[name] for name in listed]
-    if types != implied and not family.lists_layer_types:
+    if listed != implied and not family.lists_layer_types:
         raise CheckpointError(
             f"layer_types = {bounded_repr(listed)} contradicts {family.architecture}, whose "
             f"layers are {bounded_repr(implied)}"
         )
-    return types, window
+    return [kinds[name] for name in listed], window
 
 
 # Reads the keys of a `config.json` that describe mixtures of experts.
@@ -625,7 +490,7 @@ class ModelConfig(DecoderConfig):
     mlp_bias: bool = False
     """Whether the gate, up and down projections have biases."""
     hidden_act: Literal["silu", "gelu_pytorch_tanh", "relu2"] = "silu"
-    layer_types: tuple[LayerType, ...] = ()
+    layer_types: tuple[str, ...] = ()
     """Type of each layer, which says what mixes its tokens; empty: all have full attention."""
     sliding_window: Size | None = None
     """Tokens that a token of a sliding layer attends to, itself included."""
@@ -657,14 +522,8 @@ class ModelConfig(DecoderConfig):
     """The mixtures of experts; None: every layer has an MLP."""
     layer_heads: tuple[tuple[Size, Size], ...] = ()
     """Query and key/value heads of each layer; empty: as `num_heads` and `num_kv_heads`."""
-    conv: ConvConfig | None = None
-    """The short convolutions of its layers."""
-    delta_rule: DeltaRuleConfig | None = None
-    """The delta rule of its layers."""
-    mamba1: Mamba1Config | None = None
-    """Its Mamba layers of the first kind."""
-    mamba2: Mamba2Config | None = None
-    """Its Mamba-2 layers."""
+    mixer: Mixer | None = None
+    """What mixes tokens in its layers without attention, or beside it."""
     multipliers: Multipliers = Multipliers()
     """Factors of the results of its linear layers."""
     layer_head_dims: tuple[Size, ...] = ()
@@ -673,20 +532,18 @@ class ModelConfig(DecoderConfig):
     """Width of the MLP of each layer; empty: `intermediate_size`."""
     layer_sparsity: tuple[Annotated[float, Range(0.0, 0.9999)], ...] = ()
     """`Activate.sparsity` of each layer; empty: 0."""
-    layer_slopes: tuple[Number, ...] = ()
-    """`LinearAttention.slope` of each layer; empty: no layer has lightning attention."""
     kv_shared_layers: tuple[int, ...] = ()
     """Layers without keys and values of their own: they read the last layer before them that has
     some and the same type."""
     keys_as_values: bool = False
     """Whether layers with full attention project to keys and values at once."""
-    layer_input_size: Annotated[int, Range(0, MOST_SIZE)] = 0
+    hidden_size_per_layer_input: Annotated[int, Range(0, MOST_SIZE)] = 0
     """Elements of each layer's input that depends on the token (see `LayerInputs`); 0: none."""
-    layer_input_vocab: Size = 1
+    vocab_size_per_layer_input: Size = 1
     """Tokens that have such inputs of their own."""
-    altup: AltUpConfig | None = None
+    altup: AltUp | None = None
     """Several streams of hidden states; None: one."""
-    deep_norm: DeepNormConfig | None = None
+    deep_norm: DeepNorm | None = None
     """Factors of additions to normed hidden states; None: layers add to the hidden states."""
     shard: tuple[int, int] | None = None
     """Rank and number of ranks: the plan of the model is for one rank of a tensor-parallel
@@ -694,7 +551,7 @@ class ModelConfig(DecoderConfig):
 
     def __post_init__(self) -> None:
         check_fields(self, ConfigError)
-        for name in ("layer_heads", *_OF_EACH_LAYER):
+        for name in _OF_EACH_LAYER:
             if (listed := getattr(self, name)) and len(listed) != self.num_layers:
                 raise ConfigError(
                     f"{name} lists {len(listed)} layers, num_layers = {self.num_layers}"
@@ -733,17 +590,23 @@ class ModelConfig(DecoderConfig):
                     f"num_kv_shared_layers: layer {layer} has no keys and values of its own, and"
                     " no layer of its type before it has"
                 )
+        if unknown := {*self.layer_types} - LAYER_TYPES.keys():
+            raise ConfigError(
+                f"layer_types has {', '.join(sorted(map(repr, unknown)))}; it may have"
+                f" {', '.join(map(repr, LAYER_TYPES))}"
+            )
         used = {mixer for layer in range(self.num_layers) for mixer in self.mixers(layer)}
         if "attention" not in used:
             raise ConfigError(
                 f"layer_types has no layer with attention, only {', '.join(sorted(used)) or 'MLPs'}"
                 "; at least one is needed"
             )
-        if "lightning" in used and not self.layer_slopes:
-            raise ConfigError("layer_types has 'lightning', but layer_slopes is empty")
-        for mixer in _MIXER_CONFIGS:
-            if mixer in used and getattr(self, mixer) is None:
-                raise ConfigError(f"layer_types has {mixer!r}, but {mixer} is None")
+        for name in used - {"attention"}:
+            if not isinstance(self.mixer, kind := MIXERS[name]):
+                raise ConfigError(
+                    f"layer_types has {name!r}, but mixer is {bounded_repr(self.mixer)}; it must be"
+                    f" a {kind.__name__}"
+                )
         if self.experts is not None and self.mlp_bias:
             raise ConfigError("mlp_bias is set, which models with experts cannot have here")
         if (temperature := self.temperature) is not None and temperature.floor < 1:
@@ -792,9 +655,9 @@ class ModelConfig(DecoderConfig):
         earlier = (i for i in range(layer) if i not in self.kv_shared_layers)
         return max((i for i in earlier if self._slides(i) == self._slides(layer)), default=None)
 
-    def mixers(self, layer: int) -> tuple[Mixer, ...]:
+    def mixers(self, layer: int) -> tuple[str, ...]:
         """The mixers of the layer."""
-        return MIXERS[self.layer_types[layer]] if self.layer_types else ("attention",)
+        return LAYER_TYPES[self.layer_types[layer]] if self.layer_types else ("attention",)
 
     def feed_forward(self, layer: int) -> Literal["mlp", "experts"] | None:
         """What the layer has after its mixers; None: nothing."""
@@ -821,24 +684,22 @@ class ModelConfig(DecoderConfig):
         def chosen(of: tuple[int, ...]) -> tuple[int, ...]:
             return tuple(index for index, layer in enumerate(layers) if layer in of)
 
-        def of_chosen(values: tuple[T, ...]) -> tuple[T, ...]:
-            return tuple(values[layer] for layer in layers) if values else ()
-
+        by_layer: dict[str, Any] = {
+            name: tuple(values[layer] for layer in layers)
+            for name in ("layer_types", *_OF_EACH_LAYER)
+            if (values := getattr(self, name))
+        }
         experts = self.experts
         if experts is not None:
             experts = replace(experts, dense_layers=chosen(experts.dense_layers))
         return replace(
             self,
             num_layers=len(layers),
-            layer_types=of_chosen(self.layer_types),
             unrotated_layers=chosen(self.unrotated_layers),
             kv_shared_layers=chosen(self.kv_shared_layers),
-            layer_heads=of_chosen(self.layer_heads),
-            layer_head_dims=of_chosen(self.layer_head_dims),
-            layer_widths=of_chosen(self.layer_widths),
-            layer_sparsity=of_chosen(self.layer_sparsity),
-            layer_slopes=of_chosen(self.layer_slopes),
             experts=experts,
+            mixer=None if self.mixer is None else self.mixer.of_layers(layers),
+            **by_layer,
         )
 
     @property
@@ -882,7 +743,17 @@ def _read(config: Json, generation: Json, model_type: str, family: Family) -> di
     layers = read_field(config, "num_hidden_layers", int)
     if not 1 <= layers <= _MOST_LAYERS:  # before anything is listed for each layer
         raise CheckpointError(f"num_hidden_layers = {layers} must be from 1 to {_MOST_LAYERS}")
-    config = family.prepare({**family.defaults, **config, **family.fixed})
+    config = {**family.defaults, **config, **family.fixed}
+    for key, value in family.only.items():
+        found = config.get(key)
+        if found is not None and (type(found), found) != (type(value), value):
+            raise CheckpointError(
+                f"{key} = {bounded_repr(found)} is not supported for {family.architecture}, only"
+                f" {json.dumps(value)} is"
+            )
+    if family.lists_layer_types and config.get("layer_types") is None:
+        config["layer_types"] = family.implied_types(config, range(layers))
+    config = family.prepare(config)
     config = _in_vocabulary(config, config, family)
     eos = token_ids(config) + token_ids(_in_vocabulary(generation, config, family))
     dtype = read_field(config, "torch_dtype" if config.get("dtype") is None else "dtype", str, "")

@@ -42,7 +42,8 @@ from ..kernels.ops.parameter import Parameter
 from ..operation_scopes import operation
 from ..rope_lengths import UNLIMITED, RopeLengths
 from .config import DecoderConfig, ModelConfig
-from .plan import model_plan, parameter_bytes, rope_kinds
+from .layer_kinds import rope_kinds
+from .plan import model_plan, parameter_bytes
 from .rope import Rope, inverse_frequencies, pair_amplitudes, pair_exponents
 from .sharding import ShardedVocabulary
 

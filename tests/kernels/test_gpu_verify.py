@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 from stepgraph.runtime import EngineConfig
 from stepgraph.runtime.kernels.triton.stack import Operations
-from stepgraph.runtime.models.families import ExpertsConfig
+from stepgraph.runtime.models.layers.experts import ExpertsConfig
 from stepgraph.runtime.models.presets import PRESETS
 from stepgraph.runtime.models.resolved_config import ResolvedConfig
 from stepgraph.runtime.tools.verify_kernels import Verified, check_operations, main

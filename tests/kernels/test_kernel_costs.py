@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from stepgraph.runtime import EngineConfig
 from stepgraph.runtime.models.config import ModelConfig
-from stepgraph.runtime.models.families import ExpertsConfig
+from stepgraph.runtime.models.layers.experts import ExpertsConfig
 from stepgraph.runtime.models.plan import fused_layout, model_plan
 from stepgraph.runtime.models.resolved_config import ResolvedConfig
 from stepgraph.runtime.models.rope import Rope

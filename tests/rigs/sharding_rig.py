@@ -24,6 +24,7 @@ from stepgraph.runtime.loading.loader import iter_weights, random_weights
 from stepgraph.runtime.models.config import ModelConfig
 from stepgraph.runtime.models.decoder import Decoder
 from stepgraph.runtime.models.families import FAMILIES
+from stepgraph.runtime.models.layers.delta_rule import GatedDeltaRule
 from stepgraph.runtime.models.plan import fused_layout, model_plan
 from stepgraph.runtime.sampling_params import SamplingParams
 
@@ -159,8 +160,8 @@ def tiny_config(variant: str, ranks: int) -> ModelConfig:
         sizes = ("moe_intermediate_size", "shared_expert_intermediate_size")
         rounded = {name: _round_up(getattr(experts, name), ranks) for name in sizes}
         experts = dataclasses.replace(experts, **rounded)
-    delta = config.delta_rule
-    if delta is not None:
+    delta = config.mixer
+    if isinstance(delta, GatedDeltaRule):
         key_heads = _round_up(delta.linear_num_key_heads, ranks)
         each = delta.linear_num_value_heads // delta.linear_num_key_heads
         delta = dataclasses.replace(
@@ -172,7 +173,7 @@ def tiny_config(variant: str, ranks: int) -> ModelConfig:
         num_heads=_round_up(config.num_heads, math.lcm(kv_heads, ranks)),
         intermediate_size=_round_up(config.intermediate_size, ranks),
         experts=experts,
-        delta_rule=delta,
+        mixer=delta,
     )
 
 

@@ -18,12 +18,8 @@ from stepgraph.runtime.errors import CheckpointError, ConfigError
 from stepgraph.runtime.kernels.weights import INT8, MODEL, WeightStorage
 from stepgraph.runtime.loading.checkpoint import read_config
 from stepgraph.runtime.loading.drafter_loading import find_drafter
-from stepgraph.runtime.models.families import (
-    FAMILIES,
-    NEMOTRON_H_MTP,
-    QWEN3_NEXT_MTP,
-    MtpLayout,
-)
+from stepgraph.runtime.models.families import FAMILIES
+from stepgraph.runtime.models.families.mtp import NEMOTRON_H_MTP, QWEN3_NEXT_MTP, MtpLayout
 from torch import Tensor
 from transformers import PreTrainedModel
 

@@ -30,9 +30,10 @@ from ...kernels.ops.operation import Vector
 from ...kernels.ops.parameter import Parameter, Source
 from ...kernels.ops.rotation import rotate
 from ..config import ModelConfig
+from ..config_keys import Json, read_field, read_optional
 from ..decoder import Decoder
-from ..families import Json, read_field, read_optional
-from ..plan import matrix, model_plan, vector
+from ..layers.tensors import matrix, vector
+from ..plan import model_plan
 from .drafter import (
     MOST_DRAFTS,
     DrafterConfig,

@@ -39,9 +39,11 @@ from ...kernels.ops.operation import Operation
 from ...kernels.ops.parameter import Parameter, Shape
 from ...kernels.weights import INT4, MODEL
 from ..config import ModelConfig
+from ..config_keys import Json, read_field, read_optional
 from ..decoder import Decoder, LayerStack
-from ..families import FAMILIES, Json, read_field, read_optional
-from ..plan import parameter_bytes, rope_kinds
+from ..families import FAMILIES
+from ..layer_kinds import rope_kinds
+from ..plan import parameter_bytes
 from ..sharding import ShardedVocabulary
 
 # What the engine must know of a drafter before it reads weights.

@@ -30,9 +30,11 @@ from ...kernels.ops.operation import Operation, per_token
 from ...kernels.ops.parameter import Shape
 from ...kernels.ops.stack import DecoderStack
 from ..config import ModelConfig
+from ..config_keys import Json, read_field
 from ..decoder import Decoder
-from ..families import FAMILIES, Json, read_field, text_part
-from ..plan import matrix, model_plan, mtp_layers, vector
+from ..families import FAMILIES, text_part
+from ..layers.tensors import matrix, vector
+from ..plan import model_plan, mtp_layers
 from .drafter import (
     DrafterConfig,
     Drafts,

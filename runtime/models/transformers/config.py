@@ -20,7 +20,8 @@ from ...kernels.ops.norms import Norm
 from ...kernels.ops.operation import Opaque
 from ...kernels.ops.parameter import Parameter, Shape, Source
 from ..config import DTYPES, DecoderConfig, Dtype, check_quantisation, token_ids
-from ..families import is_wrapper, read_optional
+from ..config_keys import read_optional
+from ..families import is_wrapper
 from .attention import (
     IMPLEMENTATION,
     convertible_parameters,
