@@ -171,6 +171,13 @@ def test_attention_that_is_wrong_too_is_replaced(monkeypatch: pytest.MonkeyPatch
     assert checked.attention is not wrong
 
 
+def test_a_sample_that_fails_by_chance_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels, model, config = chosen()
+    changes = iter([torch.Tensor.zero_])
+    spoilt(monkeypatch, lambda out: next(changes, torch.Tensor.size)(out))
+    assert check_kernels(kernels, model, config, required=True) is kernels
+
+
 def test_a_wrong_sampler_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     right = SAMPLERS["cpu"]
     shifted = dataclasses.replace(right, greedy=lambda *lanes: right.greedy(*lanes) + 1)
