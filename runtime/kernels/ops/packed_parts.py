@@ -46,7 +46,17 @@ _CODES_AT_A_TIME = 1 << 20
 """Codes packed at once, which bounds temporary memory and stays in a cache."""
 
 
+torch.library.define("stepgraph::instruction_sets", "(bool bf16) -> Dict(str, str)")
 torch.library.define("stepgraph::int8_inputs", "() -> bool")
+
+
+def instruction_sets(dtype: torch.dtype) -> dict[str, str]:
+    """Return the instruction set of each kind of product of the operators, which must be loaded.
+
+    Kinds are `weights` in the model's dtype, `codes` of weights, `int8 inputs` of codes (an empty
+    string where the processor has no instruction for them) and `attention`.
+    """
+    return dict(torch.ops.stepgraph.instruction_sets.default(dtype == torch.bfloat16))
 
 
 def int8_inputs() -> bool:

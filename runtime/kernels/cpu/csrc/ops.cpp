@@ -89,6 +89,20 @@ at::Tensor paged_attention_cpu(const at::Tensor& q, const std::optional<at::Tens
   return out;
 }
 
+// The instruction set of each kind of product, for a model in bf16 or not.
+c10::Dict<std::string, std::string> instruction_sets(bool bf16) {
+  const std::string multiply =
+      bf16 && STEPGRAPH_AVX512_BF16 ? "avx512bf16" : STEPGRAPH_VECTORS;
+  const std::string look_up =
+      STEPGRAPH_AVX512_VBMI ? ", avx512vbmi" : STEPGRAPH_AVX512_BW ? ", avx512bw" : "";
+  c10::Dict<std::string, std::string> found;
+  found.insert("weights", multiply);
+  found.insert("codes", multiply + look_up);
+  found.insert("int8 inputs", STEPGRAPH_AVX512_VNNI ? "avx512vnni" : "");  // or unsupported
+  found.insert("attention", multiply);
+  return found;
+}
+
 // A hint, which systems without huge pages do without.
 void advise_huge_pages(const at::Tensor& memory) {
 #if __has_include(<sys/mman.h>) && defined(MADV_HUGEPAGE)
@@ -139,6 +153,7 @@ TORCH_LIBRARY_IMPL(stepgraph, CompositeExplicitAutograd, library) {
     const auto owned = Communicators::instance().find("communicator_set_timeout", handle);
     owned->communicator.set_timeout(seconds);
   });
+  library.impl("instruction_sets", &instruction_sets);
   library.impl("int8_inputs", [] { return static_cast<bool>(STEPGRAPH_AVX512_VNNI); });
   library.impl("set_thread_limit", [](int64_t threads) {
     set_thread_limit(static_cast<int>(threads));

@@ -27,6 +27,19 @@
 #define STEPGRAPH_AVX512_BF16 0
 #endif
 
+// The name of what the vector extension becomes, as `features.py` names instruction sets.
+#if STEPGRAPH_AVX512
+#define STEPGRAPH_VECTORS "avx512f"
+#elif defined(__AVX2__)
+#define STEPGRAPH_VECTORS "avx2"
+#elif defined(__SSE2__)
+#define STEPGRAPH_VECTORS "sse2"
+#elif defined(__ARM_NEON)
+#define STEPGRAPH_VECTORS "asimd"
+#else
+#define STEPGRAPH_VECTORS "portable"
+#endif
+
 // For helpers of a few instructions. GCC stops inlining when a unit has grown a lot, and a call in
 // an inner loop passes vectors through memory: products on AVX2 took up to four times as long.
 #define STEPGRAPH_INLINE __attribute__((always_inline)) inline
