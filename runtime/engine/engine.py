@@ -748,6 +748,7 @@ class Engine:
         - `tensor_parallel`: processes of the engine; `collectives`: the class of the operations
           between them, or None.
         - `kernel_fallbacks`: native operations that plain PyTorch replaces, with the reason.
+        - `instruction_sets`: of each kind of product on a CPU, otherwise None.
         - `blocks`: blocks by state. `cache`: known and cached tokens at first admissions
           (`queried_tokens`, `hit_tokens`), forks, copied and swapped blocks.
         - `start`: seconds of each phase, whether kernels and compiled code came from a cache, and

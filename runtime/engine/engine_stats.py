@@ -7,6 +7,7 @@ from dataclasses import asdict
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
+from ..kernels.ops.packed_parts import instruction_sets
 from .loop import StepLoop
 from .startup import EngineParts
 
@@ -121,6 +122,7 @@ def engine_stats(parts: EngineParts, loop: StepLoop, *, healthy: bool) -> dict[s
         "mode": parts.config.mode,
         "kernels": parts.model.kernels.name,
         "threads": None if library_file is None else parts.config.threads,
+        "instruction_sets": None if library_file is None else instruction_sets(parts.config.dtype),
         "tensor_parallel": parts.config.user.tensor_parallel,
         "collectives": None if collectives is None else type(collectives).__name__,
         "kernel_fallbacks": [asdict(fallback) for fallback in parts.model.kernels.fallbacks],

@@ -26,9 +26,10 @@ from .ops.batch import LayerPlace, RaggedBatch
 from .ops.experts import Experts, Routing, reference_experts
 from .ops.experts_operator import opaque_experts, packed_experts
 from .ops.linear import packed_linear, reference_linear
-from .ops.packed_parts import can_pack, pack_parts, parts_bytes
+from .ops.packed_parts import can_pack, instruction_sets, pack_parts, parts_bytes
 from .ops.stack import DecoderStack, DecodeStep, Stack, stack_obstacle
 from .packed_memory import PackedMemory
+from .result_check import warn
 from .support import (
     Gap,
     KernelChoice,
@@ -111,6 +112,11 @@ def batch_invariant_kernels(kernels: Kernels) -> Kernels:
 
 def _cpu_kernels(dtype: torch.dtype, weights: WeightStorage, *, load: bool) -> Kernels:
     library = load_cpu_ops() if load else None
+    if load and (faulty := instruction_sets(dtype)["faulty"]):
+        warn(
+            f"This processor's {faulty} instructions give other results than their specification"
+            " and are not used. Products run on slower instructions; results are right"
+        )
     packs = can_pack(dtype)
     return Kernels(
         name="cpu" if packs else "cpu, torch linear",

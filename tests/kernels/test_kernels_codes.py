@@ -147,7 +147,10 @@ def test_inputs_of_each_group_are_rounded_to_int8(
             error = (layer(x).double() - x.double() @ layer.exact.T).abs()
             half_step = x.double().abs().amax(1, keepdim=True) / 127 / 2
             size = x.double().abs() @ layer.exact.abs().T
-            assert (error <= half_step * layer.exact.abs().sum(1) + size * 2**-8).all()
+            # Codes that stand for 0 are integers too, whose sums cancel up to rounding.
+            cancelled = x.double().abs().sum(1, keepdim=True) * 2**-20
+            bound = half_step * layer.exact.abs().sum(1) + size * 2**-8 + cancelled
+            assert (error <= bound).all()
             if dtype == FLOAT and t == 100 and form.levels is not E4M3:
                 assert (error > size * 1e-5).any()
 

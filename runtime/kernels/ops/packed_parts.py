@@ -47,22 +47,21 @@ _CODES_AT_A_TIME = 1 << 20
 
 
 torch.library.define("stepgraph::instruction_sets", "(bool bf16) -> Dict(str, str)")
-torch.library.define("stepgraph::int8_inputs", "() -> bool")
 
 
 def instruction_sets(dtype: torch.dtype) -> dict[str, str]:
     """Return the instruction set of each kind of product of the operators, which must be loaded.
 
     Kinds are `weights` in the model's dtype, `codes` of weights, `int8 inputs` of codes (an empty
-    string where the processor has no instruction for them) and `attention`.
+    string where the processor has no instruction for them) and `attention`. `faulty` is an
+    instruction set that is not used because it gave wrong results, or empty.
     """
     return dict(torch.ops.stepgraph.instruction_sets.default(dtype == torch.bfloat16))
 
 
 def int8_inputs() -> bool:
     """Whether the operators, which must be loaded, multiply codes by inputs in int8."""
-    supported: bool = torch.ops.stepgraph.int8_inputs.default()
-    return supported
+    return bool(instruction_sets(torch.bfloat16)["int8 inputs"])
 
 
 class Part(NamedTuple):

@@ -99,6 +99,9 @@ STEPGRAPH_INLINE int code_at(const char* chunk, int column, int input) {
 template <int Bits>
 class PortableCodeWords {
  public:
+  using Vector = U32x16;
+  static constexpr int kStepsPerWord = 1;
+
   PortableCodeWords(const PackedPart& part, const uint16_t* levels)
       : levels_(levels),
         computed_(part.integers != 0),
@@ -175,6 +178,9 @@ typedef uint16_t U16x32 __attribute__((vector_size(64)));
 template <int Bits>
 class Avx512CodeWords {
  public:
+  using Vector = U32x16;
+  static constexpr int kStepsPerWord = 1;
+
   Avx512CodeWords(const PackedPart&, const uint16_t* levels) {
     for (int i = 0; i < 2; ++i) table_[i] = _mm512_loadu_si512(levels + 32 * i);
   }
@@ -219,6 +225,9 @@ class Avx512CodeWords {
 template <bool Signed>
 class VbmiCodeWords {
  public:
+  using Vector = U32x16;
+  static constexpr int kStepsPerWord = 1;
+
   VbmiCodeWords(const PackedPart&, const uint16_t* levels) {
     uint8_t bytes[2][64 * kVectors];
     for (int i = 0; i < 64 * kVectors; ++i) {
@@ -271,7 +280,11 @@ class VbmiCodeWords {
 template <int Bits>
 class CodeBytes {
  public:
-  explicit CodeBytes(int64_t flipped) : flipped_(_mm512_set1_epi8(static_cast<char>(flipped))) {}
+  using Vector = __m512i;
+  static constexpr int kStepsPerWord = 2;
+
+  CodeBytes(const PackedPart& part, const uint16_t*)
+      : flipped_(_mm512_set1_epi8(static_cast<char>(part.flipped))) {}
 
   STEPGRAPH_INLINE void load(const char* chunk) {
     for (int i = 0; i < (Bits == 8 ? kChunkSteps : 2); ++i) {

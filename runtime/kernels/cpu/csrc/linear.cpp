@@ -81,17 +81,25 @@ void run_codes(const LinearTile& tile) {
   }
 }
 
+// A total with the sum of a group, of the integers by which codes exceed the lowest one.
+STEPGRAPH_INLINE F32x16 add_group(F32x16 total, I32x16 sum, F32x16 scale, float input_scale,
+                                  F32x16 minimum, float input_sum) {
+  total += __builtin_convertvector(sum, F32x16) * (scale * input_scale);
+  return total - minimum * input_sum;
+}
+
 #if STEPGRAPH_AVX512_VNNI
-// The same with inputs in int8, whose sums of a group are integers: four products an instruction.
+// As `run_codes` with inputs in int8, whose sums of a group are integers: four products an
+// instruction.
 template <int Bits, int M>
 void run_int8_inputs(const LinearTile& tile) {
   const int8_t* x = static_cast<const int8_t*>(tile.x);
   const char *w = tile.w, *ahead = tile.prefetch;
-  const int64_t x_stride = tile.x_stride, steps = tile.steps, rows = tile.rows;
+  const int64_t x_stride = 4 * tile.x_stride, steps = tile.steps, rows = tile.rows;
   const int64_t group_steps = tile.part->group_steps;
   const float lowest = static_cast<float>(tile.part->lowest);
   const float *input_scales = tile.input_scales, *input_sums = tile.input_sums;
-  CodeBytes<Bits> bytes(tile.part->flipped);
+  CodeBytes<Bits> bytes(*tile.part, tile.levels);
   ScaleReader scales(tile.part->scales), minimums(tile.part->minimums);
   F32x16 total[M][2] = {};
   for (int64_t step = 0; step < steps; input_scales += rows, input_sums += rows) {
@@ -122,9 +130,8 @@ void run_int8_inputs(const LinearTile& tile) {
 #pragma GCC unroll 12
     for (int m = 0; m < M; ++m) {
       for (int half = 0; half < 2; ++half) {
-        const F32x16 number = (F32x16)_mm512_cvtepi32_ps((__m512i)sum[m][half]);
-        total[m][half] += number * (scale[half] * input_scales[m]);
-        total[m][half] -= minimum[half] * input_sums[m];
+        total[m][half] = add_group(total[m][half], sum[m][half], scale[half], input_scales[m],
+                                   minimum[half], input_sums[m]);
       }
     }
   }
@@ -181,7 +188,109 @@ constexpr TileSet make_tile_set(std::index_sequence<Index...>) {
 template <class T>
 constexpr TileSet kTileSet = make_tile_set<T>(std::make_index_sequence<kTileRows>());
 
+// Numbers of bf16 as matrix tiles: a block has the layout of tiles.
+template <class Tiles>
+void run_matrix(const LinearTile& unit) {
+  Tiles tiles(*unit.state);
+  const char* prefetch = unit.prefetch != unit.w ? unit.prefetch : nullptr;
+  tile_product<Tiles, false>(tiles, unit.x, 4 * unit.x_stride, unit.rows, unit.w, unit.steps,
+                             prefetch, unit.sums, false);
+}
+
+// Codes as matrix tiles: those of a group are expanded once for all rows. The sums of a long group are
+// in memory from one part of it to the next.
+template <class Tiles, class Codes, int Bits>
+void run_matrix_codes(const LinearTile& unit) {
+  constexpr bool kInt8 = Codes::kStepsPerWord == 2;
+  constexpr int64_t kWords = 128, kWordsPerChunk = kChunkSteps / Codes::kStepsPerWord;
+  alignas(64) char expanded[kWords * kStepBytes];
+  alignas(64) float sums[kGroupRows * kBlock];
+  const char *x = static_cast<const char*>(unit.x), *w = unit.w, *ahead = unit.prefetch;
+  const PackedPart& part = *unit.part;
+  const float *input_scales = unit.input_scales, *input_sums = unit.input_sums;
+  Codes codes(part, unit.levels);
+  ScaleReader scales(part.scales), minimums(part.minimums);
+  Tiles tiles(*unit.state);
+  std::fill_n(unit.sums, unit.rows * kBlock, 0.0f);
+  for (int64_t step = 0; step < unit.steps; input_scales += unit.rows, input_sums += unit.rows) {
+    F32x16 scale[2], minimum[2] = {};
+    scales.next(w, scale);
+    if (!minimums.none()) minimums.next(w, minimum);
+    const int64_t end = std::min(step + part.group_steps, unit.steps);
+    for (bool more = false; step < end; more = true) {
+      const int64_t first = step, stop = std::min(step + kWords * Codes::kStepsPerWord, end);
+      for (char* to = expanded; step < stop; step += kChunkSteps, w += kChunkBytes<Bits>) {
+        codes.load(w);
+        const char* until = unit.prefetch + (w - unit.w) + kChunkBytes<Bits>;
+        for (; ahead < until; ahead += 64) __builtin_prefetch(ahead, 0, 2);
+#pragma GCC unroll 4
+        for (int i = 0; i < kWordsPerChunk; ++i, to += kStepBytes) {
+          typename Codes::Vector half[2];
+          codes.expand(i, half[0], half[1]);
+          store(to, half[0]);
+          store(to + 64, half[1]);
+        }
+      }
+      step = stop;
+      // A chunk's inputs are in an order of its own if they are int8, and zeros follow the last ones.
+      const int64_t chunks = (stop - first + kChunkSteps - 1) / kChunkSteps;
+      const int64_t words = kInt8 ? chunks * kWordsPerChunk : stop - first;
+      tile_product<Tiles, kInt8>(tiles, x + 4 * first / Codes::kStepsPerWord, 4 * unit.x_stride,
+                                 unit.rows, expanded, words, nullptr, sums, more);
+    }
+    if constexpr (kInt8) {
+      const float lowest = static_cast<float>(part.lowest);
+      for (int half = 0; half < 2; ++half) minimum[half] -= lowest * scale[half];
+    }
+    for (int64_t m = 0; m < unit.rows; ++m) {
+      for (int half = 0; half < 2; ++half) {
+        const int64_t place = m * kBlock + 16 * half;
+        F32x16 total = load<F32x16>(unit.sums + place);
+        if constexpr (kInt8) {
+          total = add_group(total, load<I32x16>(sums + place), scale[half], input_scales[m],
+                            minimum[half], input_sums[m]);
+        } else {
+          total += load<F32x16>(sums + place) * scale[half];
+          if (!minimums.none()) total -= minimum[half] * input_sums[m];
+        }
+        store(unit.sums + place, total);
+      }
+    }
+  }
+}
+
+template <class T, class Tiles>
+TileSet::Run run_of(const PackedPart& part) {
+  using Run = TileSet::Run;
+#if STEPGRAPH_AVX512_VNNI
+  if (part.int8_inputs != 0) {
+    return for_bits(part.bits, [](auto kept) -> Run {
+      return run_matrix_codes<Tiles, CodeBytes<kept()>, kept()>;
+    });
+  }
+#endif
+  if constexpr (std::is_same_v<T, float>) return nullptr;
+  if (part.bits == 0) return run_matrix<Tiles>;
+  if (part.is_signed()) {
+    return run_matrix_codes<Tiles, typename CodeWordsOf<8, true>::Type, 8>;
+  }
+  return for_bits(part.bits, [](auto kept) -> Run {
+    return run_matrix_codes<Tiles, typename CodeWordsOf<kept(), false>::Type, kept()>;
+  });
+}
+
 }  // namespace
+
+template <class T>
+TileSet::Run matrix_run(const PackedPart& part) {
+  switch (tile_use()) {
+    case TileUse::kEmulated: return run_of<T, EmulatedTiles>(part);
+#if STEPGRAPH_AMX
+    case TileUse::kProcessor: return run_of<T, ProcessorTiles>(part);
+#endif
+    default: return nullptr;
+  }
+}
 
 template <class T>
 const TileSet& tile_set(const PackedPart& part) {
@@ -231,6 +340,8 @@ void packed_linear(const LinearArgs<T>& args, std::shared_ptr<const void> keep) 
   run_job<LinearJob<T>>(args, std::move(keep));
 }
 
+template TileSet::Run matrix_run<c10::BFloat16>(const PackedPart&);
+template TileSet::Run matrix_run<float>(const PackedPart&);
 template const TileSet& tile_set<c10::BFloat16>(const PackedPart&);
 template const TileSet& tile_set<float>(const PackedPart&);
 template void packed_linear(const LinearArgs<c10::BFloat16>&, std::shared_ptr<const void>);

@@ -5,6 +5,9 @@
 // applies the activation, rounds and stores. Each sum is one chain of multiply-adds in the order of
 // k, so it depends neither on the tile it is in nor on the number of rows or threads.
 //
+// On processors with AMX all rows of a unit are computed as matrix tiles (`tiles.h`), whose sums have
+// an order of their own, whatever the number of rows.
+//
 // A block is read from first byte to last, each step once for all rows of a tile, while the block
 // that the thread takes next is asked for: a decode step streams its weights.
 #pragma once
@@ -16,6 +19,7 @@
 #include "codes.h"
 #include "kernels.h"
 #include "phases.h"
+#include "tiles.h"
 #include "vec.h"
 
 namespace stepgraph {
@@ -33,14 +37,15 @@ struct LinearTile {
   int64_t x_stride;  // words
   const char* w;
   int64_t steps;
-  const char* prefetch;  // asked for: `lines` cache lines a step, from here on
+  const char* prefetch;  // asked for: `lines` cache lines a step, from here on; w: none
   float* sums;           // [rows][32]
+  int64_t rows;          // of the unit
+  TileState* state;
   // Of codes:
   const PackedPart* part;
   const uint16_t* levels;
-  int64_t rows;
   const float* input_sums;    // [groups][rows] of x, if the part has minimums or x is int8
-  const float* input_scales;  // [groups][rows] if x is int8, its rows `x_stride` bytes apart
+  const float* input_scales;  // [groups][rows] if x is int8
 };
 
 // The tiles of a kind of weight for one type of x: `run[lines][rows - 1]`.
@@ -54,6 +59,34 @@ struct TileSet {
 // A step of codes is a chunk, which may take more cache lines.
 template <class T>
 const TileSet& tile_set(const PackedPart& part);
+
+// What computes all rows of a unit as matrix tiles (`tiles.h`). Null: the unit is cut into tiles of
+// the set.
+template <class T>
+TileSet::Run matrix_run(const PackedPart& part);
+
+inline void run_tiles(const TileSet& set, const LinearTile& unit) {
+  // Sums of integers have totals beside them, which is twice the registers.
+  const bool halved = unit.input_scales != nullptr && unit.rows > kTileRows;
+  const int64_t tile_rows = halved ? kTileRows / 2 : kTileRows;
+  const int64_t tiles = (unit.rows + tile_rows - 1) / tile_rows;
+  for (int64_t i = 0; i < tiles; ++i) {
+    const int64_t from = unit.rows * i / tiles, to = unit.rows * (i + 1) / tiles;
+    int64_t lines = 0;
+    if (unit.prefetch != unit.w) {
+      // With more tiles than one, the first ones ask for a line a step each.
+      if (tiles > 1) lines = i < set.step_lines ? 1 : 0;
+      else if (unit.rows > set.rows_without_prefetch) lines = set.step_lines;
+    }
+    LinearTile own = unit;
+    own.x = static_cast<const char*>(unit.x) + from * unit.x_stride * 4;
+    own.prefetch = lines == 0 ? unit.w : unit.prefetch + i * unit.steps * 64;
+    own.sums += from * kBlock;
+    if (unit.input_sums != nullptr) own.input_sums += from;
+    if (unit.input_scales != nullptr) own.input_scales += from;
+    set.run[lines][to - from - 1](own);
+  }
+}
 
 inline int64_t bytes_of(const Weights& weights) { return weights.header->bytes; }
 
@@ -75,6 +108,8 @@ class GroupedInputs {
     std::vector<float> sums, scales;  // [groups][rows]
     std::vector<int8_t> data;  // [rows][stride], 8 inputs in the order of `CodeBytes`
   };
+
+  void clear() { used_ = 0; }
 
   // With `int8` inputs are rounded to it, with a scale for each group, and sums are of what that
   // makes of them.
@@ -119,6 +154,8 @@ class GroupedInputs {
     }
     return own;
   }
+
+  TileState tiles;  // of this thread as long as the object lives
 
  private:
   // Memory that the thread keeps, since steps follow one another.
@@ -176,45 +213,29 @@ inline void run_block(const Weights& weights, int64_t block, const T* x, int64_t
   const PackedHeader& header = *weights.header;
   const PackedPart& part = header.part_of(block);
   const int64_t steps = (header.inputs + 1) / 2;
-  LinearTile tile{};
-  tile.w = block_of(weights, block);
-  tile.steps = part.bits == 0 && Element<T>::kPerWord == 1 ? header.inputs : steps;
-  tile.part = &part;
-  tile.levels = header.levels_of(part);
-  const TileSet& set = tile_set<T>(part);
-  const typename GroupedInputs<T>::Rows* grouped = nullptr;
+  LinearTile unit{};
+  unit.x = x;
+  unit.x_stride = x_stride / Element<T>::kPerWord;
+  unit.w = block_of(weights, block);
+  unit.steps = part.bits == 0 && Element<T>::kPerWord == 1 ? header.inputs : steps;
+  unit.prefetch = next != nullptr ? next : unit.w;
+  unit.sums = sums;
+  unit.rows = rows;
+  unit.state = &inputs.tiles;
+  unit.part = &part;
+  unit.levels = header.levels_of(part);
   const bool int8 = STEPGRAPH_AVX512_VNNI && part.int8_inputs != 0;
   if (int8 || part.minimums.outer != ScaleLayout::kNone) {
-    grouped = &inputs.of(x, x_stride, rows, steps, part.group_steps, int8);
-  }
-  // Sums of integers have totals beside them, which is twice the registers.
-  const bool halved = grouped != nullptr && grouped->int8 && rows > kTileRows;
-  const int64_t tile_rows = halved ? kTileRows / 2 : kTileRows;
-  const int64_t tiles = (rows + tile_rows - 1) / tile_rows;
-  tile.x_stride = x_stride / Element<T>::kPerWord;
-  for (int64_t i = 0; i < tiles; ++i) {
-    const int64_t from = rows * i / tiles, to = rows * (i + 1) / tiles;
-    int64_t lines = 0;
-    if (next != nullptr && next != tile.w) {
-      // With more tiles than one, the first ones ask for a line a step each.
-      if (tiles > 1) lines = i < set.step_lines ? 1 : 0;
-      else if (rows > set.rows_without_prefetch) lines = set.step_lines;
+    const auto& grouped = inputs.of(x, x_stride, rows, steps, part.group_steps, int8);
+    unit.input_sums = grouped.sums.data();
+    if (int8) {
+      unit.x = grouped.data.data();
+      unit.x_stride = grouped.stride / 4;
+      unit.input_scales = grouped.scales.data();
     }
-    LinearTile own = tile;
-    own.x = x + from * x_stride;
-    own.prefetch = lines == 0 ? tile.w : next + i * tile.steps * 64;
-    own.sums = sums + from * kBlock;
-    if (grouped != nullptr) {
-      own.rows = rows;
-      own.input_sums = &grouped->sums[from];
-      if (grouped->int8) {
-        own.x = &grouped->data[from * grouped->stride];
-        own.x_stride = grouped->stride;
-        own.input_scales = &grouped->scales[from];
-      }
-    }
-    set.run[lines][to - from - 1](own);
   }
+  if (const TileSet::Run run = matrix_run<T>(part)) run(unit);
+  else run_tiles(tile_set<T>(part), unit);
   if (weights.bias == nullptr) return;
   for (int half = 0; half < 2; ++half) {
     const int64_t first = block * kBlock + 16 * half;

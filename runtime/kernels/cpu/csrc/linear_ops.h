@@ -3,6 +3,7 @@
 
 #include <memory>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -12,9 +13,16 @@
 #include "checks.h"
 #include "codes.h"
 #include "kernels.h"
+#include "tiles.h"
 
 namespace stepgraph {
 namespace {
+
+// What multiplies codes by inputs in int8, or empty.
+std::string int8_instructions() {
+  if (tile_use() == TileUse::kProcessor) return "amx";
+  return STEPGRAPH_AVX512_VNNI ? "avx512vnni" : "";
+}
 
 // Of what `pack_parts` packed from rows of `inputs` for a model in `dtype`, or null.
 inline const PackedHeader* packed_header(const at::Tensor& packed, int64_t inputs,

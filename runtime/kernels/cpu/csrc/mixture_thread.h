@@ -169,7 +169,7 @@ class MixtureThread {
     const auto enter = [&](int64_t next) {
       if (next == tile) return;
       tile = next;
-      grouped = GroupedInputs<T>();
+      grouped.clear();
       expert = expert_of(tile);
       first = pairs.begin[expert] + (tile - pairs.first_tile[expert]) * kGroupRows;
       rows = std::min<int64_t>(pairs.begin[expert + 1] - first, kGroupRows);
@@ -255,6 +255,7 @@ class MixtureThread {
       int32_t* begin = pairs.rows + pairs.begin[expert];
       return std::lower_bound(begin, pairs.rows + pairs.begin[expert + 1], row) - pairs.rows;
     };
+    GroupedInputs<T> grouped;
     phases_.run(
         phase, units,
         [&](int64_t unit, int64_t next) {
@@ -273,7 +274,7 @@ class MixtureThread {
             const int64_t end = pair_from(expert, row + kSummedRows);
             for (int64_t pair = pair_from(expert, row); pair < end; pair += kGroupRows) {
               const int64_t rows = std::min(end - pair, kGroupRows);
-              GroupedInputs<T> grouped;
+              grouped.clear();
               run_block(weights, block, inner_of(pair, mixture), stride, rows, then, grouped,
                         sums_);
               for (int64_t m = 0; m < rows; ++m) {

@@ -95,11 +95,17 @@ c10::Dict<std::string, std::string> instruction_sets(bool bf16) {
       bf16 && STEPGRAPH_AVX512_BF16 ? "avx512bf16" : STEPGRAPH_VECTORS;
   const std::string look_up =
       STEPGRAPH_AVX512_VBMI ? ", avx512vbmi" : STEPGRAPH_AVX512_BW ? ", avx512bw" : "";
+  const TileUse use = tile_use();
+  const std::string tiles = !bf16                          ? ""
+                            : use == TileUse::kProcessor ? "amx"
+                            : use == TileUse::kEmulated  ? "emulated amx"
+                                                         : "";
   c10::Dict<std::string, std::string> found;
-  found.insert("weights", multiply);
-  found.insert("codes", multiply + look_up);
-  found.insert("int8 inputs", STEPGRAPH_AVX512_VNNI ? "avx512vnni" : "");  // or unsupported
+  found.insert("weights", tiles.empty() ? multiply : tiles);
+  found.insert("codes", (tiles.empty() ? multiply : tiles) + look_up);
+  found.insert("int8 inputs", int8_instructions());  // or unsupported
   found.insert("attention", multiply);
+  found.insert("faulty", use == TileUse::kDifferent ? "amx" : "");
   return found;
 }
 
@@ -153,8 +159,8 @@ TORCH_LIBRARY_IMPL(stepgraph, CompositeExplicitAutograd, library) {
     const auto owned = Communicators::instance().find("communicator_set_timeout", handle);
     owned->communicator.set_timeout(seconds);
   });
+  library.impl("emulate_tiles", &emulate_tiles);
   library.impl("instruction_sets", &instruction_sets);
-  library.impl("int8_inputs", [] { return static_cast<bool>(STEPGRAPH_AVX512_VNNI); });
   library.impl("set_thread_limit", [](int64_t threads) {
     set_thread_limit(static_cast<int>(threads));
   });
