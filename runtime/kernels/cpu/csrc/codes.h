@@ -99,9 +99,6 @@ STEPGRAPH_INLINE int code_at(const char* chunk, int column, int input) {
 template <int Bits>
 class PortableCodeWords {
  public:
-  using Vector = U32x16;
-  static constexpr int kStepsPerWord = 1;
-
   PortableCodeWords(const PackedPart& part, const uint16_t* levels)
       : levels_(levels),
         computed_(part.integers != 0),
@@ -178,9 +175,6 @@ typedef uint16_t U16x32 __attribute__((vector_size(64)));
 template <int Bits>
 class Avx512CodeWords {
  public:
-  using Vector = U32x16;
-  static constexpr int kStepsPerWord = 1;
-
   Avx512CodeWords(const PackedPart&, const uint16_t* levels) {
     for (int i = 0; i < 2; ++i) table_[i] = _mm512_loadu_si512(levels + 32 * i);
   }
@@ -225,9 +219,6 @@ class Avx512CodeWords {
 template <bool Signed>
 class VbmiCodeWords {
  public:
-  using Vector = U32x16;
-  static constexpr int kStepsPerWord = 1;
-
   VbmiCodeWords(const PackedPart&, const uint16_t* levels) {
     uint8_t bytes[2][64 * kVectors];
     for (int i = 0; i < 64 * kVectors; ++i) {
@@ -280,9 +271,6 @@ class VbmiCodeWords {
 template <int Bits>
 class CodeBytes {
  public:
-  using Vector = __m512i;
-  static constexpr int kStepsPerWord = 2;
-
   CodeBytes(const PackedPart& part, const uint16_t*)
       : flipped_(_mm512_set1_epi8(static_cast<char>(part.flipped))) {}
 
@@ -304,13 +292,13 @@ class CodeBytes {
     }
   }
 
-  STEPGRAPH_INLINE void expand(int odd, __m512i& first, __m512i& second) const {
+  STEPGRAPH_INLINE void expand(int odd, U32x16& first, U32x16& second) const {
     if constexpr (Bits == 8) {
-      first = _mm512_unpacklo_epi8(codes_[odd], codes_[odd + 2]);
-      second = _mm512_unpackhi_epi8(codes_[odd], codes_[odd + 2]);
+      first = (U32x16)_mm512_unpacklo_epi8(codes_[odd], codes_[odd + 2]);
+      second = (U32x16)_mm512_unpackhi_epi8(codes_[odd], codes_[odd + 2]);
     } else {
-      first = bytes(odd, 0);
-      second = bytes(odd, 1);
+      first = (U32x16)bytes(odd, 0);
+      second = (U32x16)bytes(odd, 1);
     }
   }
 

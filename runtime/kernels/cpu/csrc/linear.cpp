@@ -114,15 +114,15 @@ void run_int8_inputs(const LinearTile& tile) {
       for (; ahead < until; ahead += 64) __builtin_prefetch(ahead, 0, 2);
 #pragma GCC unroll 2
       for (int odd = 0; odd < 2; ++odd) {
-        __m512i first, second;
+        U32x16 first, second;
         bytes.expand(odd, first, second);
 #pragma GCC unroll 12
         for (int m = 0; m < M; ++m) {
           int32_t word;
           std::memcpy(&word, x + m * x_stride + 2 * step + 4 * odd, sizeof(word));
           const __m512i words = _mm512_set1_epi32(word);
-          sum[m][0] = (I32x16)_mm512_dpbusd_epi32((__m512i)sum[m][0], first, words);
-          sum[m][1] = (I32x16)_mm512_dpbusd_epi32((__m512i)sum[m][1], second, words);
+          sum[m][0] = (I32x16)_mm512_dpbusd_epi32((__m512i)sum[m][0], (__m512i)first, words);
+          sum[m][1] = (I32x16)_mm512_dpbusd_epi32((__m512i)sum[m][1], (__m512i)second, words);
         }
       }
     }
@@ -197,12 +197,12 @@ void run_matrix(const LinearTile& unit) {
                              prefetch, unit.sums, false);
 }
 
-// Codes as matrix tiles: those of a group are expanded once for all rows. The sums of a long group are
-// in memory from one part of it to the next.
-template <class Tiles, class Codes, int Bits>
+// Codes as matrix tiles, expanded once for all rows. The sums of a long group are in memory from one
+// part of it to the next.
+template <class Tiles, class Codes, int Bits, bool Int8>
 void run_matrix_codes(const LinearTile& unit) {
-  constexpr bool kInt8 = Codes::kStepsPerWord == 2;
-  constexpr int64_t kWords = 128, kWordsPerChunk = kChunkSteps / Codes::kStepsPerWord;
+  constexpr int64_t kStepsPerWord = Int8 ? 2 : 1, kWordsPerChunk = kChunkSteps / kStepsPerWord;
+  constexpr int64_t kWords = 128;
   alignas(64) char expanded[kWords * kStepBytes];
   alignas(64) float sums[kGroupRows * kBlock];
   const char *x = static_cast<const char*>(unit.x), *w = unit.w, *ahead = unit.prefetch;
@@ -218,14 +218,14 @@ void run_matrix_codes(const LinearTile& unit) {
     if (!minimums.none()) minimums.next(w, minimum);
     const int64_t end = std::min(step + part.group_steps, unit.steps);
     for (bool more = false; step < end; more = true) {
-      const int64_t first = step, stop = std::min(step + kWords * Codes::kStepsPerWord, end);
+      const int64_t first = step, stop = std::min(step + kWords * kStepsPerWord, end);
       for (char* to = expanded; step < stop; step += kChunkSteps, w += kChunkBytes<Bits>) {
         codes.load(w);
         const char* until = unit.prefetch + (w - unit.w) + kChunkBytes<Bits>;
         for (; ahead < until; ahead += 64) __builtin_prefetch(ahead, 0, 2);
 #pragma GCC unroll 4
         for (int i = 0; i < kWordsPerChunk; ++i, to += kStepBytes) {
-          typename Codes::Vector half[2];
+          U32x16 half[2];
           codes.expand(i, half[0], half[1]);
           store(to, half[0]);
           store(to + 64, half[1]);
@@ -234,11 +234,11 @@ void run_matrix_codes(const LinearTile& unit) {
       step = stop;
       // A chunk's inputs are in an order of its own if they are int8, and zeros follow the last ones.
       const int64_t chunks = (stop - first + kChunkSteps - 1) / kChunkSteps;
-      const int64_t words = kInt8 ? chunks * kWordsPerChunk : stop - first;
-      tile_product<Tiles, kInt8>(tiles, x + 4 * first / Codes::kStepsPerWord, 4 * unit.x_stride,
+      const int64_t words = Int8 ? chunks * kWordsPerChunk : stop - first;
+      tile_product<Tiles, Int8>(tiles, x + 4 * first / kStepsPerWord, 4 * unit.x_stride,
                                  unit.rows, expanded, words, nullptr, sums, more);
     }
-    if constexpr (kInt8) {
+    if constexpr (Int8) {
       const float lowest = static_cast<float>(part.lowest);
       for (int half = 0; half < 2; ++half) minimum[half] -= lowest * scale[half];
     }
@@ -246,7 +246,7 @@ void run_matrix_codes(const LinearTile& unit) {
       for (int half = 0; half < 2; ++half) {
         const int64_t place = m * kBlock + 16 * half;
         F32x16 total = load<F32x16>(unit.sums + place);
-        if constexpr (kInt8) {
+        if constexpr (Int8) {
           total = add_group(total, load<I32x16>(sums + place), scale[half], input_scales[m],
                             minimum[half], input_sums[m]);
         } else {
@@ -265,17 +265,17 @@ TileSet::Run run_of(const PackedPart& part) {
 #if STEPGRAPH_AVX512_VNNI
   if (part.int8_inputs != 0) {
     return for_bits(part.bits, [](auto kept) -> Run {
-      return run_matrix_codes<Tiles, CodeBytes<kept()>, kept()>;
+      return run_matrix_codes<Tiles, CodeBytes<kept()>, kept(), true>;
     });
   }
 #endif
   if constexpr (std::is_same_v<T, float>) return nullptr;
   if (part.bits == 0) return run_matrix<Tiles>;
   if (part.is_signed()) {
-    return run_matrix_codes<Tiles, typename CodeWordsOf<8, true>::Type, 8>;
+    return run_matrix_codes<Tiles, CodeWordsOf<8, true>::Type, 8, false>;
   }
   return for_bits(part.bits, [](auto kept) -> Run {
-    return run_matrix_codes<Tiles, typename CodeWordsOf<kept(), false>::Type, kept()>;
+    return run_matrix_codes<Tiles, typename CodeWordsOf<kept(), false>::Type, kept(), false>;
   });
 }
 
