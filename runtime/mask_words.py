@@ -31,11 +31,6 @@ class MaskWords:
         """Set all bits."""
         self.array.fill(-1)
 
-    def allow_only(self, token_id: int) -> None:
-        """Set the bit of one token."""
-        self.array.fill(0)
-        self.words[token_id // MASK_BITS] = _BITS[token_id % MASK_BITS]
-
     def forbid(self, token_ids: Iterable[int]) -> bool:
         """Clear the bits of tokens, unless they are beyond the mask; whether any was set."""
         words, size, found = self.words, len(self.words), False

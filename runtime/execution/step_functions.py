@@ -528,7 +528,7 @@ class StepFunctions:
                 drafts_BK = state.chosen_drafts(rows_B, given_BK, self.drafts.are_given)
                 counts_B = self.drafts.counts[: key.size]
         # Waiting for masks may take drafts out of the inputs.
-        computed_B = counts_B.clone() if thread is not None else counts_B
+        computed_B = counts_B.clone() if verifies and thread is not None else counts_B
         if ragged:
             with operation("inputs"):  # see `kernels/cpu/drafted.py`
                 token_ids, positions_T, slots_GT, rows_T, query_start_loc = (

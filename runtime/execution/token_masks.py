@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import repeat
+from queue import SimpleQueue
 from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -84,9 +86,14 @@ class TokenMasks:
         self._rewrite_drafts = rewrite_drafts
         self._restricted: set[int] = set()
         """Rows whose masks may forbid tokens."""
-        self._thread = ThreadPoolExecutor(1, "stepgraph-masks")  # runs from the first mask on
-        self._filling: Future[None] | None = None
-        """What the thread does of the step, if it helps."""
+        self._calls: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        """For the thread; None ends it."""
+        self._thread: threading.Thread | None = None
+        """Runs from the first mask on."""
+        self._filling = threading.Lock()
+        """Held by the thread while it computes masks."""
+        self._failure: BaseException | None = None
+        """A bug that ended the thread's part of a step."""
         self._plan: StepPlan | None = None
         self._lanes: deque[_Lane] = deque()
         """Of the step, until they are being computed."""
@@ -95,7 +102,7 @@ class TokenMasks:
         self.ends: list[GrammarEnd] = []
         """Requests that end before the tokens of the step, whose masks allow all tokens."""
         self._written: list[tuple[int, int]] = []
-        """Rows and how many masks of each the step writes."""
+        """Rows and how many masks of each the step writes, for the other ranks."""
         self._costs: list[tuple[float, _Lane]] = []
         """Counted processor time of the masks of the step."""
 
@@ -132,8 +139,9 @@ class TokenMasks:
             return
         if request.matcher is not None:
             self._lanes.append(_Lane(index, row, request, drafts))
-            self._written.append((row, 1 + len(drafts)))
             self._restricted.add(row)
+            if self._group is not None:
+                self._written.append((row, 1 + len(drafts)))
         elif row in self._restricted:
             self._restricted.discard(row)
             for mask in self._of_row[row]:
@@ -143,7 +151,13 @@ class TokenMasks:
     def start(self) -> None:
         """Start to compute the masks of the step in the thread, if it has any."""
         if self._lanes:
-            self._filling = self._thread.submit(self._fill_all)
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=_run_calls, args=[self._calls], name="stepgraph-masks", daemon=True
+                )
+                self._thread.start()
+                weakref.finalize(self, self._calls.put, None)
+            self._calls.put(self._help)
 
     def wait(self) -> None:
         """Wait for the masks of the step, if it has any; bring them to the devices of all ranks.
@@ -165,10 +179,12 @@ class TokenMasks:
         with ranges.span(ranges.MASK, sampling):
             # What the thread has not begun: on a busy machine it may wait for a processor for long.
             self._fill_all()
-            filling, self._filling = self._filling, None
-            if filling is not None and not filling.cancel():
-                filling.result()
-            self._end_slowest()
+            with self._filling:
+                pass
+            if self._failure is not None:
+                raise self._failure
+            if self._costs:
+                self._end_slowest()
         if self._cuts:
             drafts = list(plan.drafts)
             for index, kept in self._cuts:
@@ -204,22 +220,45 @@ class TokenMasks:
 
     def close(self) -> None:
         """End the thread."""
-        self._thread.shutdown()
+        if self._thread is not None:
+            self._calls.put(None)
+            self._thread.join()
+
+    def _help(self) -> None:
+        """Compute masks in the thread; a late one may find none, or the masks of the next step."""
+        with self._filling:
+            try:
+                self._fill_all()
+            except BaseException as error:
+                self._failure = error
 
     def _fill_all(self) -> None:
         """Compute the masks of lanes that neither thread has begun."""
+        if not self._lanes:
+            return
+        # The processor time is a system call, which takes a tenth of the time of a mask: it is read
+        # again only after a mask that took long. Others cannot have used more than their own time.
+        used, began = time.thread_time(), time.perf_counter()
         while True:
             try:
                 lane = self._lanes.popleft()
             except IndexError:
                 return
-            self._fill(lane)
+            continues = self._fill(lane)
+            ended, free = time.perf_counter(), FREE_SECONDS * (1 + len(lane.drafts))
+            if ended - began > free:
+                before, used = used, time.thread_time()
+                if continues and used - before > free:
+                    self._costs.append((used - before - free, lane))
+            else:
+                used += ended - began
+            began = ended
 
-    def _fill(self, lane: _Lane) -> None:
+    def _fill(self, lane: _Lane) -> bool:
+        """Compute the masks of a lane; return whether its request continues."""
         place, row, request, drafts = lane
         masks = self._of_row[row]
         assert request.matcher is not None
-        began = time.thread_time()
         try:
             outcome, kept = request.matcher.fill(request, masks, drafts)
         except (KeyboardInterrupt, SystemExit):  # of a signal handler of the application
@@ -234,13 +273,11 @@ class TokenMasks:
             )
         if outcome is not None:
             self._end(lane, None if outcome == "complete" else outcome)
-            return
+            return False
         if kept < len(drafts):
             assert place is not None
             self._cuts.append((place, kept))
-        seconds = time.thread_time() - began - FREE_SECONDS * (1 + len(drafts))
-        if seconds > 0:
-            self._costs.append((seconds, lane))
+        return True
 
     def _end_slowest(self) -> None:
         """End requests whose masks make steps too long, the slowest first.
@@ -248,8 +285,6 @@ class TokenMasks:
         The slowest one is charged with all of the time that the step took too long, the next one
         with what would have been left of it without the first, and so on.
         """
-        if not self._costs:
-            return
         tokens = 1 + max(len(lane.drafts) for _, lane in self._costs)
         total = sum(seconds for seconds, _ in self._costs)
         over = total - STEP_SECONDS * tokens
@@ -275,3 +310,10 @@ class TokenMasks:
         for mask in self._of_row[lane.row][: 1 + len(lane.drafts)]:
             mask.allow_all()
         self.ends.append((lane.request, error))
+
+
+def _run_calls(calls: SimpleQueue[Callable[[], object] | None]) -> None:
+    """Run calls until None."""
+    for call in iter(calls.get, None):
+        call()
+        del call  # which keeps the masks alive

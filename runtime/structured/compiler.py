@@ -319,8 +319,17 @@ class GrammarTokenizers:
         return LLTokenizer(cast("TokenizerWrapper", tokenize), eos_token=self._eos_token_ids)
 
 
+MAX_KNOWN_TEXTS: Final = 4096
+MAX_KNOWN_CHARS: Final = 256
+"""Forced texts whose tokens are kept, and the length of the longest one: some megabytes at most."""
+
+
 class _Tokenize:
-    """A tokenizer as `LLTokenizer` takes it; see `llguidance.TokenizerWrapper`."""
+    """A tokenizer as `LLTokenizer` takes it; see `llguidance.TokenizerWrapper`.
+
+    It keeps the tokens of short texts: the names of properties are forced in every object and every
+    request with the same schema, and tokenising them takes longer than a mask.
+    """
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -333,6 +342,7 @@ class _Tokenize:
         ]
         self.special_token_ids = [token_id for token_id in special if token_id not in text_ids]
         self._special_ids = frozenset(self.special_token_ids)
+        self._known: dict[str, list[int]] = {}
         self.tokens = [base.decode_bytes([token_id]) for token_id in range(base.vocab_size)]
         for token_id, token in enumerate(self.tokens):
             if token == b"<[%d]>" % token_id and not base.is_special_token(token_id):
@@ -340,6 +350,10 @@ class _Tokenize:
 
     def __call__(self, text: str) -> list[int]:
         """Return the tokens of a text that a grammar forces."""
+        known = self._known.get(text)
+        return self._tokenized(text) if known is None else known
+
+    def _tokenized(self, text: str) -> list[int]:
         try:
             token_ids: list[int] = self._base.tokenize_str(text)
         except KeyboardInterrupt:  # llguidance would take it for a failure: raise it after its call
@@ -347,6 +361,10 @@ class _Tokenize:
             return self._base.greedy_tokenize(text)
         # Some added tokens also take the white space around them.
         is_text = b"".join([self.tokens[token_id] for token_id in token_ids]) == text.encode()
-        if is_text and self._special_ids.isdisjoint(token_ids):
-            return token_ids
-        return self._base.greedy_tokenize(text)
+        if not (is_text and self._special_ids.isdisjoint(token_ids)):
+            token_ids = self._base.greedy_tokenize(text)
+        if len(text) <= MAX_KNOWN_CHARS:
+            if len(self._known) >= MAX_KNOWN_TEXTS:
+                self._known.clear()
+            self._known[text] = token_ids
+        return token_ids

@@ -168,27 +168,20 @@ class TokenMatcher:
         self._num_consumed = 0
         self.overrun = 0.0
 
-    @property
-    def _matcher(self) -> LLMatcher:
-        """The grammar after the output."""
-        if self._copy is None:
-            self._copy = self._first.deep_copy()
-        return self._copy
-
     def drafts(self, request: Request, guess: Sequence[int]) -> tuple[Sequence[int], int]:
         """Return drafts after the output of the request, and how many of them are forced.
 
         They are the tokens that the grammar forces, or what it allows of a guess.
         """
         try:
-            self._catch_up(request)
-            if self._matcher.is_error():
+            matcher = self._caught_up(request)
+            if matcher.is_error():
                 return (), 0
-            if forced := self._forced_at(request, request.num_output):
+            if forced := self._forced_tokens(matcher, request):
                 return forced, len(forced)
             ends = (i for i, token in enumerate(guess) if token in self._eos_token_ids)
             guess = guess[: next(ends, len(guess))]
-            return guess[: self._matcher.validate_tokens(list(guess))] if guess else (), 0
+            return guess[: matcher.validate_tokens(list(guess))] if guess else (), 0
         except (KeyboardInterrupt, SystemExit):  # of a signal handler of the application
             raise
         except BaseException:  # a panic of llguidance, which `fill` will meet again
@@ -199,8 +192,8 @@ class TokenMatcher:
     ) -> tuple[StructuredOutputError | Literal["complete"] | None, int]:
         """Write which tokens may follow the output of the request, and that output with drafts.
 
-        Where the grammar forces the text, only the tokens are allowed that the tokenizer makes of
-        it. They are computed after each token, and so depend on the output so far alone:
+        Where the grammar forces the text, llguidance allows only the token that the tokenizer makes
+        of it. It does so after each token, and so masks depend on the output so far alone:
         outputs are the same with drafts.
 
         Returns None and the number of drafts after which the output may continue. Or the error that
@@ -208,20 +201,24 @@ class TokenMatcher:
         request forbids them; `masks` are then any.
         """
         began = time.perf_counter()
-        self._catch_up(request)
-        outcome, kept = self._write(request, masks[0], request.num_output), 0
+        matcher = self._caught_up(request)
+        outcome, kept = self._write(matcher, request, masks[0], request.num_output), 0
         if drafts and outcome is None:
-            kept = self._write_drafts(request, masks[1:], drafts, began + MASK_SECONDS)
+            kept = self._write_drafts(matcher, request, masks[1:], drafts, began + MASK_SECONDS)
         return outcome, kept
 
     def _write_drafts(
-        self, request: Request, masks: Sequence[MaskWords], drafts: Sequence[int], deadline: float
+        self,
+        matcher: LLMatcher,
+        request: Request,
+        masks: Sequence[MaskWords],
+        drafts: Sequence[int],
+        deadline: float,
     ) -> int:
         """Write the masks after each draft; return after how many the output may continue.
 
         Stops at a deadline, by `time.perf_counter`: slow masks are not computed for drafts too.
         """
-        matcher = self._matcher
         kept = consumed = 0
         for token in drafts:
             if time.perf_counter() > deadline:
@@ -229,7 +226,8 @@ class TokenMatcher:
             if token in self._eos_token_ids or not matcher.try_consume_tokens([token]):
                 break
             consumed += 1
-            if self._write(request, masks[kept], request.num_output + consumed) is not None:
+            number = request.num_output + consumed
+            if self._write(matcher, request, masks[kept], number) is not None:
                 break
             kept += 1
         if matcher.is_error():  # of which no matcher recovers; the drafts may be wrong
@@ -239,20 +237,22 @@ class TokenMatcher:
             matcher.rollback(consumed)
         return kept
 
-    def _catch_up(self, request: Request) -> None:
-        """Consume the output of the request."""
-        count = request.num_output - self._num_consumed
-        if count:
-            self._matcher.consume_tokens(
+    def _caught_up(self, request: Request) -> LLMatcher:
+        """Return the grammar after the output of the request."""
+        if self._copy is None:
+            self._copy = self._first.deep_copy()
+        if self._num_consumed < request.num_output:
+            self._copy.consume_tokens(
                 list(request.output_slice(self._num_consumed, request.num_output))
             )
             self._num_consumed = request.num_output
+        return self._copy
 
-    def _forced_at(self, request: Request, num_output: int) -> Sequence[int]:
-        """Return the forced tokens after `num_output` tokens, which are consumed."""
-        forced: list[int] = self._matcher.compute_ff_tokens()
+    def _forced_tokens(self, matcher: LLMatcher, request: Request) -> Sequence[int]:
+        """Return the forced tokens after the output of the request."""
+        forced: list[int] = matcher.compute_ff_tokens()
         for index, token in enumerate(forced):
-            too_early = num_output + index < request.params.min_tokens
+            too_early = request.num_output + index < request.params.min_tokens
             if (
                 token >= self._vocab_size
                 or token in self._eos_token_ids
@@ -262,17 +262,11 @@ class TokenMatcher:
         return forced
 
     def _write(
-        self, request: Request, mask: MaskWords, num_output: int
+        self, matcher: LLMatcher, request: Request, mask: MaskWords, num_output: int
     ) -> StructuredOutputError | Literal["complete"] | None:
-        """Write which tokens may follow `num_output` tokens, which are consumed."""
-        matcher, params = self._matcher, request.params
-        if not matcher.is_error():
-            forced = self._forced_at(request, num_output)
-            if forced:
-                mask.allow_only(forced[0])
-                return None
-            written = mask if self._wide is None else self._wide
-            matcher.unsafe_compute_mask_ptr(written.address, written.nbytes)
+        """Write which tokens may follow `num_output` tokens, which `matcher` has consumed."""
+        params, written = request.params, mask if self._wide is None else self._wide
+        matcher.unsafe_compute_mask_ptr(written.address, written.nbytes)
         if matcher.is_error():
             return self._error(request, matcher.get_error())
         if self._wide is not None:
