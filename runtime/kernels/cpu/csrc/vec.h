@@ -115,11 +115,17 @@ inline float lane_max(F32x16 value) {
 STEPGRAPH_INLINE F32x16 low_bf16(U32x16 words) { return bits<F32x16>(words << 16); }
 STEPGRAPH_INLINE F32x16 high_bf16(U32x16 words) { return bits<F32x16>(words & 0xffff0000u); }
 
-// Round to nearest even, in the upper half of each word. NaN stays NaN.
-inline U32x16 round_to_bf16(F32x16 value) {
+// Round to nearest even, in the upper half of each word. NaN stays NaN; where an instruction rounds,
+// what is too small to be normal becomes 0.
+STEPGRAPH_INLINE U32x16 round_to_bf16(F32x16 value) {
+#if STEPGRAPH_AVX512_BF16
+  const __m256i rounded = (__m256i)_mm512_cvtneps_pbh((__m512)value);
+  return (U32x16)_mm512_slli_epi32(_mm512_cvtepu16_epi32(rounded), 16);
+#else
   const U32x16 raw = bits<U32x16>(value);
   const U32x16 rounded = (raw + 0x7fffu + ((raw >> 16) & 1u)) & 0xffff0000u;
   return value == value ? rounded : (U32x16{} + 0x7fc00000u);
+#endif
 }
 
 // 32 floats as bf16 in their order: a, then b.
@@ -154,7 +160,11 @@ struct Element<c10::BFloat16> {
   static constexpr int kPerWord = 2;
   static U32x16 words(const c10::BFloat16* p) { return load<U32x16>(p); }
   static U16x16 rounded(F32x16 value) {
+#if STEPGRAPH_AVX512_BF16
+    return (U16x16)_mm512_cvtneps_pbh((__m512)value);
+#else
     return __builtin_convertvector(round_to_bf16(value) >> 16, U16x16);
+#endif
   }
   static void store32(c10::BFloat16* p, F32x16 a, F32x16 b) {  // even elements, odd ones
     store(p, (round_to_bf16(a) >> 16) | round_to_bf16(b));
