@@ -105,7 +105,7 @@ def attempts(group: SharedMemoryCollectives) -> tuple[str, float, float]:
 
 def test_a_rank_that_stops_ends_the_others_in_time() -> None:
     group = ForkedGroup(3)
-    group.start(attempts, timeout=1.0)
+    group.start(attempts, timeout=2.0)
     time.sleep(0.3)
     os.kill(group.processes[1].pid, signal.SIGSTOP)
     for number in (0, 2):
@@ -114,8 +114,8 @@ def test_a_rank_that_stops_ends_the_others_in_time() -> None:
     first, stopped, last = group.results()
     for text, seconds, again in (first, last):
         assert "rank 1 did not take part" in text or "aborted the group" in text
-        assert seconds < 5.0
-        assert again < 0.5
+        assert seconds < 20.0
+        assert again < 1.0, "of the 2 s that a call may wait"
     assert any("rank 1 did not take part" in text for text, *_ in (first, last))
     assert group.abort_word() in (1, 3)
     assert "aborted the group" in stopped[0], "which it finds when it goes on"
@@ -165,7 +165,7 @@ def test_an_abort_from_outside_wakes_a_waiting_rank() -> None:
     group.memory[:4] = (2).to_bytes(4, "little")
     (text, *_), _ = group.results()
     assert "rank 1 aborted the group" in text
-    assert time.monotonic() - began < 5.0
+    assert time.monotonic() - began < 30.0, "of the 60 s that a call may wait"
 
 
 # Process groups: here gloo is NCCL ----------------------------------------------------------------

@@ -23,7 +23,14 @@ from stepgraph.runtime.kernels.cpu.sampling import (
 from ..rigs.attention_cases import make_case
 from ..rigs.expert_cases import make_mixture, packed
 from ..rigs.packed_weights import packed as packed_weight
-from ..rigs.thread_rig import kernel_threads, new_threads, starved
+from ..rigs.thread_rig import (
+    cpu_seconds,
+    in_child,
+    kernel_threads,
+    new_threads,
+    other_threads,
+    starved,
+)
 
 needs_compiler = pytest.mark.usefixtures("cpu_ops")
 needs_linux = pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="needs Linux' schedulers")
@@ -61,16 +68,20 @@ class Operators:
 def test_a_thread_that_lost_its_core_is_not_waited_for() -> None:
     """Starved threads stop in the middle of units and continue whole calls later."""
     operators = Operators(0)
-    with kernel_threads(4):
-        with new_threads() as started:
-            operators.check()
-        with starved(started):
+
+    def check() -> None:
+        operators.check()
+        assert len(other_threads()) == 3
+        with starved(other_threads()):
             # To wait for a starved thread once a call would take a second or so each time.
             began = time.perf_counter()
             for _ in range(40):
                 operators.check()
             assert time.perf_counter() - began < 60
         operators.check()
+
+    with kernel_threads(4):
+        in_child(check)
 
 
 @needs_compiler
@@ -105,14 +116,7 @@ def test_a_forked_child_has_a_pool_of_its_own() -> None:
     operators = Operators(1)
     with kernel_threads(3):
         operators.check()
-        child = os.fork()
-        if child == 0:
-            try:
-                operators.check()
-                os._exit(0)
-            except BaseException:
-                os._exit(1)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        in_child(operators.check)
         operators.check()
 
 
@@ -135,14 +139,21 @@ def test_of_threads_that_destroy_a_handle_one_succeeds() -> None:
 
 
 @needs_compiler
+@needs_linux
 def test_idle_threads_sleep() -> None:
     operators = Operators(2)
-    with kernel_threads(3):
+
+    def check() -> None:
         operators.check()
+        pool = other_threads()
+        assert len(pool) == 2
         time.sleep(0.1)
-        used = time.process_time()
+        used = cpu_seconds(pool)
         time.sleep(0.3)
-        assert time.process_time() - used < 0.1
+        assert cpu_seconds(pool) - used < 0.1
+
+    with kernel_threads(3):
+        in_child(check)
 
 
 @needs_compiler

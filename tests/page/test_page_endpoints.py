@@ -106,11 +106,11 @@ async def test_origins_of_other_pages_are_refused() -> None:
 @in_event_loop
 async def test_live_view_counts_tokens_and_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page, "PERIOD_SECONDS", 0.01)
-    monkeypatch.setattr(page, "LIVE_SECONDS", 1.5)
     async with service(page=True) as rig:
         reading = asyncio.create_task(rig.http.get("/live"))
         await asyncio.sleep(0.1)
         await asyncio.gather(*[rig.post(BODY) for _ in range(3)])
+        monkeypatch.setattr(page, "LIVE_SECONDS", 0.0)  # the next event is the last one
         live = [json.loads(data) for data in events_of((await reading).text)]
         assert {event["phase"] for event in live} == {"serving"}
         assert live[-1]["gauges"]["rows"] == 4

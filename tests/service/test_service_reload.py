@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import shutil
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from stepgraph.runtime import AsyncEngine, Engine, EngineConfig
 from stepgraph.runtime.errors import CheckpointError
 
 from ..rigs.engine_rig import greedy
-from ..rigs.service_rig import in_event_loop
+from ..rigs.service_rig import in_event_loop, resident_bytes
 from ..rigs.tiny_models import Tiny, TinyModel, changed_checkpoint
 
 TOKENS = [5, 1, 19, 7, 30, 2, 11, 23]
@@ -100,8 +98,7 @@ async def test_sleep_gives_memory_back() -> None:
     """A model of 257 MiB and its cache: at most a tenth of it stays resident."""
 
     def resident() -> float:
-        gc.collect()
-        return psutil.Process().memory_info().rss / 2**20
+        return resident_bytes() / 2**20
 
     config = EngineConfig(
         device="cpu", max_num_seqs=2, max_model_len=512, prefill_chunk=64, memory_tokens=1024

@@ -6,7 +6,6 @@ The long one: `pytest -m slow tests/service/test_service_soak.py`, 10^5 requests
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import random
 import threading
@@ -14,13 +13,12 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import psutil
 import pytest
 from stepgraph.runtime.errors import OverloadedError
 
 from ..rigs.fake_device import VOCAB, oracle
 from ..rigs.fake_engine import completions_of, params, runner_of
-from ..rigs.service_rig import SECONDS, Rig, config
+from ..rigs.service_rig import SECONDS, Rig, config, resident_bytes
 
 pytestmark = pytest.mark.usefixtures("no_tracebacks")
 MEBIBYTE = 1 << 20
@@ -110,11 +108,11 @@ class Client:
 
 def resources() -> tuple[list[str], list[str], int]:
     """Threads, open files and resident bytes of this process."""
-    gc.collect()
+    resident = resident_bytes()
     names = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
     files = [os.readlink(name) for name in names if os.path.exists(name)]
     threads = [thread.name for thread in threading.enumerate()]
-    return sorted(threads), sorted(files), psutil.Process().memory_info().rss
+    return sorted(threads), sorted(files), resident
 
 
 @pytest.mark.parametrize(
