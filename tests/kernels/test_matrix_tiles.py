@@ -193,6 +193,13 @@ def test_experts_run_as_matrix_tiles(emulated: None) -> None:
         codes.test_experts_in_codes_equal_decoded_ones(*formats, 328, 264, BF16, False)
 
 
+def test_faulty_instructions_are_reported(cpu_ops: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = instruction_sets(BF16) | {"faulty": "amx"}
+    monkeypatch.setattr(kernels, "instruction_sets", lambda _: found)
+    with pytest.warns(RuntimeWarning):
+        kernels.select_kernels("cpu", "compile", BF16)
+
+
 def test_code_for_amx_compiles(tmp_path: Path) -> None:
     source = f"{SOURCES}/tiles.cpp"
     code = compiled(tmp_path / "tiles.o", "-O2", "-march=sapphirerapids", "-c", source)
