@@ -8,7 +8,7 @@ hold is in docs/benchmarking.md (David and Nagaraja, "Order Statistics", 3rd edi
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -115,6 +115,16 @@ def compare(old: Entry, new: Entry) -> list[Ratio]:
     return [Ratio(key, before[str(key)], case) for key, case in keyed if str(key) in before]
 
 
+def instruction_sets_text(entries: Iterable[Entry]) -> str:
+    """Return the instruction set of each kind of product, empty where no entry names any.
+
+    Entries of older files name none.
+    """
+    found = (entry.get("instruction_sets", {}).items() for entry in entries)
+    texts = (", ".join(f"{kind} {name}" for kind, name in items) for items in found)
+    return "; ".join(dict.fromkeys(filter(None, texts)))
+
+
 def comparison_text(old: Entry, new: Entry, names: Sequence[object], limit: float | None) -> str:
     """Return the comparison as Markdown that reads as plain text too.
 
@@ -153,6 +163,9 @@ def comparison_text(old: Entry, new: Entry, names: Sequence[object], limit: floa
         was, now = (document["environment"].get(field) for document in (old, new))
         if was != now:
             notes.append(f"Different {field}: {was or '-'} before, {now or '-'} now")
+    was, now = (instruction_sets_text(document["cases"]) for document in (old, new))
+    if was and now and was != now:
+        notes.append(f"Different instruction sets: {was} before, {now} now")
     return "\n".join([*lines, *(f"- {note}" for note in notes)])
 
 

@@ -22,7 +22,7 @@ from ...profiling.device_state import describe_throttling, driver_version
 from ..engine.engine import Engine
 from ..kernels import resolve_threads
 from ..kernels.weights import MODEL
-from .comparison import SCHEMA_VERSION
+from .comparison import SCHEMA_VERSION, instruction_sets_text
 
 Entry = Mapping[str, Any]
 Cell = str | Callable[[Entry], str]
@@ -80,7 +80,7 @@ def settle_bandwidth(document: dict[str, Any], after: float) -> None:
 
 def describe_engine(engine: Engine, model: str) -> dict[str, Any]:
     """Return the fields that entries of all engines begin with."""
-    config = engine.config
+    config, stats = engine.config, engine.stats()
     dtype, rounded = str(config.dtype).removeprefix("torch."), config.user.activation_dtype
     has_affinity = hasattr(os, "sched_getaffinity")
     return {
@@ -97,7 +97,8 @@ def describe_engine(engine: Engine, model: str) -> dict[str, Any]:
         "prefill_chunk": config.user.prefill_chunk,
         "threads": config.threads,
         "cpus": len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1,
-        "fallbacks": engine.stats()["fallbacks"],
+        "instruction_sets": stats["instruction_sets"],
+        "fallbacks": stats["fallbacks"],
     }
 
 
@@ -271,6 +272,8 @@ def report(document: Entry, *, verbose: bool = False) -> str:
     for note in notes(document):
         lines += [*textwrap.wrap(note, 90), ""]
     lines.append(MACHINE.format_map(environment))
+    if used := instruction_sets_text(_entries(document)):
+        lines.append(f"instruction sets: {used}")
     lines.append("torch {torch}, Python {python}; {command}".format_map(environment))
     return "\n".join(lines)
 

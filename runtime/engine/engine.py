@@ -745,10 +745,12 @@ class Engine:
         (requests that ended with `NonFiniteLogitsError`), and `scored_prompt_tokens` (for
         `prompt_logprobs`, by uncaptured operations after a prefill step).
 
+        - `instruction_sets`: of the products that the native operators on a CPU compute: `weights`
+          in the model's dtype, `codes` of quantised weights, `int8 inputs` of codes and
+          `attention`; empty without such operators.
         - `tensor_parallel`: processes of the engine; `collectives`: the class of the operations
           between them, or None.
         - `kernel_fallbacks`: native operations that plain PyTorch replaces, with the reason.
-        - `instruction_sets`: of each kind of product on a CPU, otherwise None.
         - `blocks`: blocks by state. `cache`: known and cached tokens at first admissions
           (`queried_tokens`, `hit_tokens`), forks, copied and swapped blocks.
         - `start`: seconds of each phase, whether kernels and compiled code came from a cache, and

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
-from ..kernels.ops.packed_parts import instruction_sets
+from ..kernels import instruction_sets
 from .loop import StepLoop
 from .startup import EngineParts
 
@@ -102,6 +102,20 @@ def _weights(parts: EngineParts) -> str:
     return str(parts.config.dtype).removeprefix("torch.") if stored == "model" else stored
 
 
+def _instruction_sets(parts: EngineParts) -> dict[str, str]:
+    """Return the instruction set of each kind of product that the C++ operators compute."""
+    kernels, kinds = parts.model.kernels, ["attention"]
+    if kernels.library is None:
+        return {}
+    if kernels.pack_parts is not None:
+        kinds += ["weights"] * (kernels.weights.dtype is None)
+        if kernels.codes or kernels.weights.dtype is not None:
+            kinds.append("codes")
+            kinds += ["int8 inputs"] * (parts.config.user.activation_dtype == "int8")
+    found = instruction_sets(parts.config.dtype)
+    return {kind: found[kind] for kind in sorted(kinds, reverse=True)}
+
+
 def engine_stats(parts: EngineParts, loop: StepLoop, *, healthy: bool) -> dict[str, Any]:
     """Return the statistics of an engine; see `Engine.stats`."""
     library, scheduler = parts.runner.library, loop.scheduler
@@ -121,8 +135,8 @@ def engine_stats(parts: EngineParts, loop: StepLoop, *, healthy: bool) -> dict[s
         "model_impl": parts.config.model_impl,
         "mode": parts.config.mode,
         "kernels": parts.model.kernels.name,
+        "instruction_sets": _instruction_sets(parts),
         "threads": None if library_file is None else parts.config.threads,
-        "instruction_sets": None if library_file is None else instruction_sets(parts.config.dtype),
         "tensor_parallel": parts.config.user.tensor_parallel,
         "collectives": None if collectives is None else type(collectives).__name__,
         "kernel_fallbacks": [asdict(fallback) for fallback in parts.model.kernels.fallbacks],

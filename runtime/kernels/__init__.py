@@ -173,6 +173,7 @@ __all__ = [
     "cpu_kernels_obstacle",
     "have_compiler",
     "have_triton",
+    "instruction_sets",
     "limit_threads",
     "load_cpu_ops",
     "Gap",

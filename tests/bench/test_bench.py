@@ -61,6 +61,10 @@ def test_each_dtype_of_activations_is_measured(monkeypatch, tmp_path):
     assert [case["activation_dtype"] for case in found["cases"]] == ["bfloat16", "int8"]
     _, rows = table_rows(found)
     assert [row["activations"] for row in rows] == ["bfloat16", "int8"]
+    plain, rounded = (case["instruction_sets"] for case in found["cases"])
+    assert plain.items() <= rounded.items()
+    assert rounded["int8 inputs"] == "avx512vnni"
+    assert f"codes {plain['codes']}, attention" in report(found)
 
 
 def test_a_case_is_what_was_measured(document):

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from stepgraph.profiling.stats import Summary
-from stepgraph.runtime.bench.comparison import KEYS, compare, confidence
+from stepgraph.runtime.bench.comparison import KEYS, compare, comparison_text, confidence
 
 from ..rigs.bench_rig import run_bench
 
@@ -78,6 +78,17 @@ def test_cases_that_differ_are_not_compared():
         assert compare(document(case), document(other)) == []
     (ratio,) = compare(document(case), document(case | {"device": "cuda:1"}))
     assert ratio.case["device"] == "cuda"
+
+
+def test_instruction_sets_are_compared_where_both_files_name_them():
+    case = steady_case([[1.0]])
+    old, new = (
+        document(case | {"instruction_sets": {"weights": name}}) for name in ("avx2", "avx512f")
+    )
+    text = comparison_text(old, new, ["a", "b"], None)
+    assert "weights avx2 before, weights avx512f now" in text
+    for same in (old, document(case)):
+        assert "instruction sets" not in comparison_text(old, same, ["a", "b"], None)
 
 
 @pytest.mark.parametrize(("limit", "status"), [(None, 0), (1.05, 1), (1.1, 0)])
