@@ -7,6 +7,7 @@ import gc
 import importlib.util
 import logging
 import os
+import random
 import signal
 import threading
 from collections import Counter
@@ -74,6 +75,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_make_parametrize_id(val: object) -> str | None:
     return val.name if isinstance(val, WeightStorage) else None
+
+
+@pytest.hookimpl(tryfirst=True)  # before fixtures of any scope
+def pytest_runtest_setup() -> None:
+    """Random numbers of a test are the same in every order of tests."""
+    torch.manual_seed(0)
+    random.seed(0)
 
 
 def pytest_collection_finish() -> None:

@@ -239,13 +239,13 @@ def test_hostile_text_takes_linear_time_and_bounded_memory() -> None:
 @pytest.mark.parametrize("name", TOOL_FORMATS)
 def test_hostile_text_takes_linear_time_in_every_format(name: str) -> None:
     parts = fragments(name)[:20]
-    began = time.process_time()
+    began = time.thread_time()
     for begin in ("", "".join(parts[:2])):
         for unit in (*parts, "a"):
             text = begin + unit * (3_000 // len(unit))
             for size in (1, len(text)):
                 parse([text[start : start + size] for start in range(0, len(text), size)], name)
-    assert time.process_time() - began < 10  # takes 0.4 s
+    assert time.thread_time() - began < 10  # takes 0.4 s
 
 
 def test_the_limit_of_held_text_does_not_depend_on_the_split() -> None:
