@@ -23,6 +23,9 @@ from transformers import LlamaTokenizer
 from ..rigs.tiny_models import CORPUS, byte_level_tokenizer
 
 TEXT = st.text(alphabet="the cat.sa'D\t\n ▁12345漢字かé́ßé😀\ufb01<0x41>", max_size=40)
+TEXT = TEXT.filter(lambda text: "<s>" not in text)
+"""Without the special token, which hypothesis draws as a constant of the modules that are loaded:
+other ones, if other tests ran before."""
 KIMI = "|".join(
     (
         r"[\p{Han}]+",
