@@ -8,6 +8,7 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,7 @@ from stepgraph.runtime import kernels
 from stepgraph.runtime.kernels.ops.packed_parts import instruction_sets, int8_inputs
 
 from ..rigs.thread_rig import kernel_threads
+from . import test_kernels_attention as attention
 from . import test_kernels_codes as codes
 from .test_kernels_codes import BF16, FLOAT, FORMATS, INT8_INPUTS, SHAPES
 
@@ -32,7 +34,7 @@ extern "C" void product(const void* x, long x_stride, long rows, const void* w, 
   TileState state;
   EmulatedTiles tiles(state);
   const auto run = int8 ? tile_product<EmulatedTiles, true> : tile_product<EmulatedTiles, false>;
-  run(tiles, x, x_stride, rows, w, words, nullptr, sums, more);
+  run(tiles, x, x_stride, rows, w, words, nullptr, sums, kStepBytes, more);
 }
 """
 ROWS = (1, 2, 15, 16, 17, 31, 32, 33, 48, 65, 96, 97)
@@ -198,6 +200,29 @@ def test_faulty_instructions_are_reported(cpu_ops: None, monkeypatch: pytest.Mon
     monkeypatch.setattr(kernels, "instruction_sets", lambda _: found)
     with pytest.warns(RuntimeWarning):
         kernels.select_kernels("cpu", "compile", BF16)
+
+
+@pytest.mark.parametrize("form", [{}, *attention.FORMS.values()], ids=str)
+def test_attention_matches_float64(emulated: None, form: dict[str, Any]) -> None:
+    """NaN in memory that no token sees included, and infinite values that some tokens see."""
+    attention.test_forms_in_all_dtypes(kernels.paged_attention, BF16, form)
+    for chunks, bad in (([(40, 3), (5, 3)], 1), ([(3, 40), (0, 8)], 20)):
+        attention.test_what_is_not_finite_reaches_tokens_that_see_it(
+            kernels.paged_attention, chunks, bad, BF16, form
+        )
+
+
+@pytest.mark.parametrize(
+    ("heads", "form"),
+    [
+        *[(heads, {}) for heads in [(9, 3, 64), (13, 1, 7)]],
+        *[((6, 1, 34), attention.FORMS[name]) for name in ("window", "int8", "all")],
+    ],
+)
+def test_attention_of_a_token_does_not_depend_on_its_batch(
+    emulated: None, heads: tuple[int, int, int], form: dict[str, Any]
+) -> None:
+    attention.test_a_token_does_not_see_its_batch(BF16, heads, form)
 
 
 def test_code_for_amx_compiles(tmp_path: Path) -> None:

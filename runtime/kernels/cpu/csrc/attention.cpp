@@ -27,7 +27,7 @@ int64_t tile_tokens(int64_t group) { return std::max<int64_t>(1, kTileQueries / 
 // Floats that a thread works in whose tiles have at most `queries` rows of queries.
 int64_t scratch_floats_of(const AttentionStep& step, int64_t queries) {
   const int64_t most_words = (step.head_dim + 15) / 16 * 16;  // a word is an element or two
-  const int64_t floats = kPackedPositions * most_words + kChunk * kBlock +
+  const int64_t floats = packed_words(most_words) + kChunk * kBlock +
                          2 * state_floats(queries, state_width(step.value_dim)) +
                          queries * (4 * most_words + kChunk + kSpanFloats);
   return (floats + 15) / 16 * 16;

@@ -59,6 +59,10 @@ inline int64_t state_floats(int64_t queries, int64_t width) {
 }
 
 constexpr int64_t kPackedPositions = 64;  // packed at a time, for all rows of a tile to use
+// Words that they take, or the values of a chunk packed as matrix tiles, with keys of `words` words.
+inline int64_t packed_words(int64_t words) {
+  return std::max<int64_t>(kPackedPositions * words, kChunk / 2 * kBlock);
+}
 constexpr int64_t kSpanFloats = sizeof(Span) / sizeof(float);
 
 // What threads work in during one layer. Plans of layers that run one after another share it.

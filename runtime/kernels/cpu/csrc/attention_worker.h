@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "attention_math.h"
+#include "attention_tiles.h"
 
 namespace stepgraph {
 
@@ -31,7 +31,7 @@ class Worker {
         scale_(args.softcap > 0.0f ? args.scale : args.scale * kLog2E) {
     const int64_t queries = plan.most_queries, state = state_floats(queries, width_);
     const auto take = [&](int64_t floats) { return std::exchange(scratch, scratch + floats); };
-    packed_keys_ = reinterpret_cast<Word*>(take(kPackedPositions * groups_ * 16));
+    packed_keys_ = reinterpret_cast<Word*>(take(packed_words(groups_ * 16)));
     tails_ = reinterpret_cast<Data*>(take(kChunk * kBlock));
     for (int64_t j = 0; j < kChunk; ++j) tail_rows_[j] = tails_ + j * kBlock;
     q_ = reinterpret_cast<Word*>(take(queries * groups_ * 64));
@@ -119,8 +119,9 @@ class Worker {
     visit_queries(tile, [&](int64_t query, int64_t token, int64_t head) {
       const T* q = args_.q + token * args_.q_strides[0] + head * args_.q_strides[1];
       for (int64_t i = 0; i < groups_; ++i) {
-        pack_query(words_of<Plain<T>>(q, i * kGroupElements, step_.head_dim),
-                   q_ + (query * groups_ + i) * 64);
+        const auto words = words_of<Plain<T>>(q, i * kGroupElements, step_.head_dim);
+        if (as_tiles()) store(q_ + (query * groups_ + i) * 16, words);
+        else pack_query(words, q_ + (query * groups_ + i) * 64);
       }
     });
   }
@@ -144,6 +145,12 @@ class Worker {
           scores_ + row * kChunk, state.partial + row, state.acc + row * width_, width_};
     };
     const Span read = piece.read();
+    if (as_tiles()) {
+      attend_tiles(rows_from(0), queries, read);
+      std::swap(keys_, next_keys_);
+      found_ = next;
+      return;
+    }
     for (int64_t j = 0; j < read.end; j += kPackedPositions) {
       const Span block = {std::max(j, read.begin / 16 * 16),
                           std::min(j + kPackedPositions, (read.end + 15) / 16 * 16)};
@@ -167,6 +174,42 @@ class Worker {
     });
     std::swap(keys_, next_keys_);
     found_ = next;
+  }
+
+  // Whether products are matrix tiles.
+  bool as_tiles() const {
+    return Codec::kPerWord == 2 && (tile_use_ == TileUse::kProcessor || tile_use_ == TileUse::kEmulated);
+  }
+
+  // A chunk as matrix tiles.
+  void attend_tiles(const ChunkRows<Codec>& rows, int64_t queries, Span read) {
+    if constexpr (Codec::kPerWord == 2) {
+      const TileChunk<Codec> chunk{rows, queries, groups_ * 16, packed_keys_};
+      with_tiles(tile_use_, [&]<class Tiles>(std::type_identity<Tiles>) {
+        for (int64_t j = read.begin / kBlock * kBlock; j < read.end; j += kBlock) {
+          pack_block(j, read);
+          tile_scores<Tiles>(chunk, j, tile_state_);
+        }
+        copy_tails(read);
+        tile_weigh<Tiles>(chunk, read, tile_state_);
+      });
+    }
+  }
+
+  // Keys of a block of positions, one in each column. Their values come near. What `find_keys` does
+  // not know of it is left alone.
+  void pack_block(int64_t begin, Span read) {
+    for (int64_t j = begin; j < begin + kBlock; j += 16) {
+      if (j + 16 <= read.begin || j >= read.end) continue;
+      for (int64_t i = 0; i < groups_; ++i) {
+        U32x16 keys[16];
+        for (int64_t k = 0; k < 16; ++k) {
+          keys[k] = words_of<Codec>(keys_[j + k], i * kGroupElements, step_.head_dim);
+          __builtin_prefetch(keys_[j + k] + i * kGroupElements + value_offset_);
+        }
+        pack_16x16(keys, packed_keys_ + i * 16 * kBlock + (j - begin));
+      }
+    }
   }
 
   // Calls visit(head of a block in the arena, offset, j, count) for each run of positions
@@ -309,6 +352,8 @@ class Worker {
   Span* seen_;
   State chunk_, running_;
   Piece found_{nullptr, 0};  // whose keys keys_ has
+  TileUse tile_use_ = tile_use();
+  TileState tile_state_;
 };
 
 }  // namespace stepgraph

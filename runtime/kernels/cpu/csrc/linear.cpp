@@ -194,7 +194,7 @@ void run_matrix(const LinearTile& unit) {
   Tiles tiles(*unit.state);
   const char* prefetch = unit.prefetch != unit.w ? unit.prefetch : nullptr;
   tile_product<Tiles, false>(tiles, unit.x, 4 * unit.x_stride, unit.rows, unit.w, unit.steps,
-                             prefetch, unit.sums, false);
+                             prefetch, unit.sums, kStepBytes, false);
 }
 
 // Codes as matrix tiles, expanded once for all rows. The sums of a long group are in memory from one
@@ -236,7 +236,7 @@ void run_matrix_codes(const LinearTile& unit) {
       const int64_t chunks = (stop - first + kChunkSteps - 1) / kChunkSteps;
       const int64_t words = Int8 ? chunks * kWordsPerChunk : stop - first;
       tile_product<Tiles, Int8>(tiles, x + 4 * first / kStepsPerWord, 4 * unit.x_stride,
-                                 unit.rows, expanded, words, nullptr, sums, more);
+                                 unit.rows, expanded, words, nullptr, sums, kStepBytes, more);
     }
     if constexpr (Int8) {
       const float lowest = static_cast<float>(part.lowest);
@@ -283,13 +283,11 @@ TileSet::Run run_of(const PackedPart& part) {
 
 template <class T>
 TileSet::Run matrix_run(const PackedPart& part) {
-  switch (tile_use()) {
-    case TileUse::kEmulated: return run_of<T, EmulatedTiles>(part);
-#if STEPGRAPH_AMX
-    case TileUse::kProcessor: return run_of<T, ProcessorTiles>(part);
-#endif
-    default: return nullptr;
-  }
+  TileSet::Run run = nullptr;
+  with_tiles(tile_use(), [&]<class Tiles>(std::type_identity<Tiles>) {
+    run = run_of<T, Tiles>(part);
+  });
+  return run;
 }
 
 template <class T>

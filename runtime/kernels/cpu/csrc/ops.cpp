@@ -101,10 +101,11 @@ c10::Dict<std::string, std::string> instruction_sets(bool bf16) {
                             : use == TileUse::kEmulated  ? "emulated amx"
                                                          : "";
   c10::Dict<std::string, std::string> found;
-  found.insert("weights", tiles.empty() ? multiply : tiles);
-  found.insert("codes", (tiles.empty() ? multiply : tiles) + look_up);
+  const std::string products = tiles.empty() ? multiply : tiles;
+  found.insert("weights", products);
+  found.insert("codes", products + look_up);
   found.insert("int8 inputs", int8_instructions());  // or unsupported
-  found.insert("attention", multiply);
+  found.insert("attention", products);
   found.insert("faulty", use == TileUse::kDifferent ? "amx" : "");
   return found;
 }

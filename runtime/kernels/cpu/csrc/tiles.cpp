@@ -31,7 +31,7 @@ bool agrees() {
     for (auto& row : numbers.w) std::generate_n(row, kBlock, [&] { return random(w_exponents); });
     const auto run = [&](auto tiles, int place) {
       tile_product<decltype(tiles), Int8>(tiles, numbers.x, sizeof(numbers.x[0]), kRows, numbers.w,
-                                          kWords, nullptr, numbers.sums[place], false);
+                                          kWords, nullptr, numbers.sums[place], kStepBytes, false);
     };
     TileState configured;
     run(ProcessorTiles(configured), 0);

@@ -19,6 +19,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "vec.h"
 
@@ -37,6 +38,20 @@ constexpr int64_t kTileSize = 16;  // rows, and words of a row
 enum class TileUse { kNone, kDifferent, kProcessor, kEmulated };
 TileUse tile_use();
 void emulate_tiles(bool emulated);  // for tests
+
+class ProcessorTiles;
+class EmulatedTiles;
+
+// Calls visit(std::type_identity<Tiles>()) with the class of the tiles in use; false: there are none.
+template <class Visit>
+bool with_tiles(TileUse use, Visit visit) {
+  if (use == TileUse::kEmulated) visit(std::type_identity<EmulatedTiles>());
+#if STEPGRAPH_AMX
+  else if (use == TileUse::kProcessor) visit(std::type_identity<ProcessorTiles>());
+#endif
+  else return false;
+  return true;
+}
 
 enum TileRegister { kC00, kC01, kC10, kC11, kA0, kA1, kB0, kB1, kTileRegisters };
 
@@ -203,14 +218,15 @@ class EmulatedTiles {
 //
 //   x     [rows][words], rows `x_stride` bytes apart
 //   w     [words][32]
-//   sums  [rows][32], of float or int32
+//   sums  [rows][32], of float or int32, rows `sums_stride` bytes apart
 //
 // Nothing behind these is read. The first rows ask for cache lines from `prefetch` on (null: none),
 // as many as w has. The words of a row are multiplied 16 at a time, and then the rest: its sums
 // depend neither on other rows nor on how many there are.
 template <class Tiles, bool Int8>
 void tile_product(Tiles& tiles, const void* x, int64_t x_stride, int64_t rows, const void* w,
-                  int64_t words, const char* prefetch, void* sums, bool more) {
+                  int64_t words, const char* prefetch, void* sums, int64_t sums_stride,
+                  bool more) {
   constexpr int64_t kHalf = kTileSize * 4;
   for (int64_t begin = 0, end; begin < words; begin = end, more = true) {
     const int64_t depth = std::min(words - begin, kTileSize);
@@ -220,16 +236,16 @@ void tile_product(Tiles& tiles, const void* x, int64_t x_stride, int64_t rows, c
       const bool two = count > kTileSize;
       const char* a = static_cast<const char*>(x) + row * x_stride;
       const auto each = [&](auto visit) {
-        char* c = static_cast<char*>(sums) + row * kStepBytes;
+        char* c = static_cast<char*>(sums) + row * sums_stride;
         visit.template operator()<kC00>(c);
         visit.template operator()<kC01>(c + kHalf);
         if (!two) return;
-        visit.template operator()<kC10>(c + kTileSize * kStepBytes);
-        visit.template operator()<kC11>(c + kTileSize * kStepBytes + kHalf);
+        visit.template operator()<kC10>(c + kTileSize * sums_stride);
+        visit.template operator()<kC11>(c + kTileSize * sums_stride + kHalf);
       };
       tiles.configure(count, depth);
       each([&]<TileRegister C>(const char* c) {
-        if (more) tiles.template load<C>(c, kStepBytes);
+        if (more) tiles.template load<C>(c, sums_stride);
         else tiles.template zero<C>();
       });
       for (int64_t k = begin; k < end; k += depth) {
@@ -249,7 +265,7 @@ void tile_product(Tiles& tiles, const void* x, int64_t x_stride, int64_t rows, c
         tiles.template dot<Int8, kC10, kA1, kB0>();
         tiles.template dot<Int8, kC11, kA1, kB1>();
       }
-      each([&]<TileRegister C>(char* c) { tiles.template store<C>(c, kStepBytes); });
+      each([&]<TileRegister C>(char* c) { tiles.template store<C>(c, sums_stride); });
     }
   }
 }
