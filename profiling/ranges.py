@@ -74,7 +74,7 @@ class StepNumbers(NamedTuple):
 
     step: int
     rows: int
-    """Decoding rows without padding; 0 for a prefill."""
+    """Decoding rows without padding; 0 in the prefill of a step that has a decode step too."""
     bucket: int
     """Size that the launch was prepared for: rows of a decode step, tokens of a prefill."""
     tokens: int

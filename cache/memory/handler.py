@@ -158,6 +158,8 @@ class ModelFootprint:
         max_num_seqs: rows of the decode batch.
         max_model_len: tokens of the longest request, unless the cache holds fewer.
         prefill_chunk: maximum prompt tokens of one step.
+        mixed_rows: maximum decoding rows that one forward pass computes together with prompt
+            tokens; 0 if decode and prefill are steps of their own.
         activation_bytes_fixed: peak activations that do not depend on the step.
         activation_bytes_per_token: peak activations of a step, per token of the step.
         read_bytes_per_position: copies of the cache that attention gathers, per position of a row;
@@ -181,6 +183,7 @@ class ModelFootprint:
     max_num_seqs: int
     max_model_len: int
     prefill_chunk: int
+    mixed_rows: int = 0
     row_state_bytes: int = 0
     snapshot_bytes: int = 0
     activation_bytes_fixed: int = 0
@@ -250,15 +253,16 @@ class ModelFootprint:
 
     def terms(self, num_blocks: int, max_batch_tokens: int) -> dict[str, int]:
         """Bytes of each term of a `MemoryPlan`."""
-        prefill_tokens = min(max_batch_tokens, self.prefill_chunk)
+        chunk = min(max_batch_tokens, self.prefill_chunk)
+        prefill_tokens = chunk + self.mixed_rows
         row_blocks = max(1, -(-self.longest_request(num_blocks) // self.block_size))
         positions = row_blocks * self.block_size
-        # Decode and prefill are steps of their own, and prefill reads one row at a time.
+        # Prefill reads one row at a time.
         prefill = self.activation_bytes_per_token * prefill_tokens
         prefill += self.read_bytes_per_position * positions
         decode = self.activation_bytes_per_token + self.read_bytes_per_position * positions
         most_tokens = max(prefill_tokens, self.max_num_seqs)
-        static_buffers, host_buffers = self.buffer_bytes(prefill_tokens, row_blocks)
+        static_buffers, host_buffers = self.buffer_bytes(chunk, row_blocks)
         states = {"row_state": self.row_state_bytes, "snapshots": self.snapshot_bytes}
         return {
             "weights": self.weight_bytes,

@@ -184,6 +184,7 @@ def model_footprint(
         max_num_seqs=user.max_num_seqs,
         max_model_len=config.max_model_len,
         prefill_chunk=config.prefill_chunk,
+        mixed_rows=config.mixed_rows,
         activation_bytes_fixed=(CPU_STEP_BYTES if on_cpu else 0)
         + layer_weight
         # A verify step gathers the blocks of its rows, unless attention is bounded by length.
@@ -311,7 +312,7 @@ def _buffer_bytes(model: DecoderConfig, config: ResolvedConfig, num_groups: int)
     """Bytes of the runner on the device: row state, inputs and buffers for scoring; and on the
     host: mirrors of inputs and masks, and copies of outputs. A CPU has none of these."""
     state = DeviceRows.of(config, model, num_groups, _META)
-    hidden, scores = PromptScorer.allocate(config.prefill_chunk, model, config.dtype, _META)
+    hidden, scores = PromptScorer.allocate(config.prefill_tokens, model, config.dtype, _META)
     assert scores.packed is not None
     layouts = input_layouts(config, len(state.block_tables), model.hidden_size)
     inputs = sum(allocated_bytes(specs, config.device) for specs in layouts.values())

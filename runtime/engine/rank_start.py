@@ -72,7 +72,7 @@ def with_collectives(
         return dataclasses.replace(kernels, collectives=collectives)
     hidden = model.hidden_size * config.dtype.itemsize
     logits = -(-model.vocab_size // group.ranks) * config.dtype.itemsize
-    most = max(config.prefill_chunk * hidden, config.user.max_num_seqs * logits)
+    most = max(config.prefill_tokens * hidden, config.user.max_num_seqs * logits)
     nbytes = SharedMemoryCollectives.bytes_needed(group.ranks, hidden, most)
     group.collectives = SharedMemoryCollectives(
         group.shared_memory(nbytes), group.rank, group.ranks, START_SECONDS

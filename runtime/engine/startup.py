@@ -139,6 +139,7 @@ def measured_times(
         verifying=None if config.speculation is None else sizes.verifying,
         proposing=sizes.proposing,
         padded=not runner.functions.ragged,
+        one_pass=runner.mixed,
     )
     runner.place_padding(0, 0, 0, 0)
     if config.speculation is not None:

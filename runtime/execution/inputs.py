@@ -251,6 +251,12 @@ class DeviceRows:
             self.stored[row] = stored
             self.block_tables[-2:, row].zero_()
 
+    def copy_newest(self, inputs: StepInputs[torch.Tensor], count: int) -> None:
+        """Copy the newest tokens of `count` decoding rows to the inputs of a mixed step."""
+        rows_B = inputs.decode_rows[:count]
+        inputs.token_ids[:count] = self.token_ids[rows_B]
+        inputs.positions[:count] = self.positions[rows_B]
+
     def update_tables(self, updates_U4: torch.Tensor) -> None:
         """Write (group, row, column, block) entries into the block tables."""
         group, row, column, block = updates_U4.unbind(1)
@@ -371,14 +377,14 @@ def input_layouts(
     layouts: dict[str, dict[str, TensorSpec]] = {
         "steps": StepInputs.layout(
             max_num_seqs=config.user.max_num_seqs,
-            prefill_tokens=config.prefill_chunk,
-            prefill_rows=config.max_prefill_rows,
+            prefill_tokens=config.prefill_tokens,
+            prefill_rows=config.prefill_rows,
             table_updates=most_table_updates(config, num_groups),
         )
     }
     if config.user.prompt_embeds:
         layouts["embeds"] = EmbedInputs.layout(
-            prefill_tokens=config.prefill_chunk, hidden_size=hidden_size
+            prefill_tokens=config.prefill_tokens, hidden_size=hidden_size
         )
     if config.tokens_per_row:
         layouts["drafts"] = DraftInputs.layout(
@@ -529,8 +535,15 @@ class InputWriter:
         updates: Sequence[TableUpdate],
         chunks: Sequence[PrefillChunk],
         size: int,
+        *,
+        mixed: bool,
     ) -> None:
-        """Write the decoding rows, updates of block tables, and the chunks of a step of `size`."""
+        """Write the decoding rows, updates of block tables, and the chunks of a step of `size`.
+
+        In a `mixed` step, the newest token of each of the rows is a chunk before the others.
+        """
+        if mixed:
+            chunks = [*(PrefillChunk(row, 0, [0]) for row in rows), *chunks]
         with ranges.span(ranges.PREPARE, len(rows)):
             self.inputs.begin_write()
             if rows != self.decode_rows:
@@ -549,6 +562,8 @@ class InputWriter:
                 self.inputs.copy_to_device()
             if part:
                 self._state.update_tables(self.inputs.device.table_updates[: len(part)])
+        if mixed:
+            self._state.copy_newest(self.inputs.device, len(rows))
 
     def write_drafts(
         self, counts: Sequence[int], drafts: Sequence[Sequence[int]], stops: Sequence[int] = ()

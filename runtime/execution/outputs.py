@@ -48,7 +48,7 @@ class LaunchedStep:
     number: int
     plan: StepPlan
     bucket: int
-    """Rows of the decode step; without one, tokens of the prefill step."""
+    """Rows of the decode step; tokens of the prefill step where that is the only one."""
     parts: list[tuple[Sequence[Request | None], StepOutput]] = field(default_factory=list)
     """Request of each lane (None: padding, or a chunk that does not sample), and the output, which
     is on the host or being copied to it."""
@@ -337,14 +337,15 @@ class PromptScorer:
         hidden = torch.zeros(tokens + 1, model.hidden_size, dtype=dtype, device=device)
         return hidden, SampleOutput.unpack(packed, tokens, best)
 
-    def launch(self, chunks: Sequence[PrefillChunk]) -> StepOutput | None:
+    def launch(self, chunks: Sequence[PrefillChunk], offset: int) -> StepOutput | None:
         """Score the chunks of the prefill step that was launched last, if any has scored positions.
 
+        `offset`: tokens of decoding rows, which come first in the step.
         Returns without waiting for the device. The output has the tokens of the step as lanes, and
         their hidden states in the place of logits. It is valid until the next launch.
         """
         starts: list[int] = []
-        offset = covered = num_top = 0
+        covered = num_top = 0
         for chunk in chunks:
             first, offset = offset - chunk.start, offset + len(chunk.token_ids)
             if not chunk.scored:
@@ -389,7 +390,8 @@ def prompt_scores(launched: LaunchedStep) -> Iterator[Score]:
     """Yield the scores of each chunk that has any, once they have arrived. Copy what must last."""
     if launched.scores is None:
         return
-    details, offset = launched.scores.details, 0
+    details = launched.scores.details
+    offset = len(launched.parts[-1][0]) - len(launched.plan.prefill)  # rows that decode come first
     assert details is not None, "scores are log-probabilities"
     logprobs = details.logprob.numpy()
     ids, tops = details.top_ids.numpy(), details.top_logprobs.numpy()

@@ -190,12 +190,12 @@ class PlanParts:
     Plans are given in the order of their launches.
     """
 
-    def __init__(self, sizes: StepSizes, *, ragged: bool) -> None:
+    def __init__(self, sizes: StepSizes, *, ragged: bool, mixed: bool) -> None:
         """Choose from the steps of `sizes`.
 
-        `ragged`: whether verify steps pad rows, and not the tokens of a row.
+        `ragged`: see `StepFunctions`. `mixed`: see `Runner`.
         """
-        self._sizes, self._ragged = sizes, ragged
+        self._sizes, self._ragged, self._mixed = sizes, ragged, mixed
         self._requests: list[Request] = []
         self.decode_rows: list[int] = []
         """The rows that the last plan decodes, in their order."""
@@ -207,7 +207,7 @@ class PlanParts:
         self._part: PlannedPart | None = None
 
     def of(self, plan: StepPlan) -> list[PlannedPart]:
-        """Return the parts in the order of their launch: decode, then prefill."""
+        """Return the parts in the order of their launch: decode, then prefill; or both in one."""
         decode, parts = plan.decode, []
         if decode is not self._requests:
             self._requests, self._changed = decode, True
@@ -239,16 +239,21 @@ class PlanParts:
                 part = self._part = PlannedPart(name, key, decode, tokens, room)
             parts.append(part)
         if chunks := plan.prefill:
-            stop = max(chunk.start + chunk.count for chunk in chunks)
-            key = self._sizes.key(
-                *("prefill", plan.prefill_tokens, stop),
-                any(chunk.request.params.needs_full_sampler for chunk in chunks),
-                drafts=plan.prompt_drafts,
-                masked=any(c.samples and c.request.matcher is not None for c in chunks),
-            )
             requests = [chunk.request if chunk.samples else None for chunk in chunks]
-            tokens = plan.prefill_tokens
-            parts.append(PlannedPart(ranges.PREFILL, key, requests, tokens, key.size))
+            tokens, stop = plan.prefill_tokens, max(chunk.start + chunk.count for chunk in chunks)
+            full = any(chunk.request.params.needs_full_sampler for chunk in chunks)
+            masked = any(c.samples and c.request.matcher is not None for c in chunks)
+            if parts and self._mixed and not (plan.decode_counts or plan.proposes):
+                assert self._longest is not None, "the longest row that decodes"
+                requests, tokens = [*decode, *requests], len(decode) + tokens
+                stop = max(stop, self._longest.num_computed + 1)
+                full, masked = full or self._full_sampler, masked or self._masked
+                parts = []
+            key = self._sizes.key(
+                *("prefill", tokens, stop, full), drafts=plan.prompt_drafts, masked=masked
+            )
+            room = tokens if self._ragged else key.size
+            parts.append(PlannedPart(ranges.PREFILL, key, requests, tokens, room))
         return parts
 
 
@@ -267,6 +272,8 @@ def _on_all_ranks(
 
 
 # The launch of a step: its decode part, so that prefill does not delay its tokens, then the rest.
+# The C++ operators of a CPU compute both in one forward pass, which reads the weights once, unless
+# the step verifies drafts.
 #
 # Masks of step N, of rows whose output follows a grammar, need the tokens of step N-1:
 #
@@ -380,7 +387,10 @@ class Runner:
 
         # Keys without a prepared step run as plain PyTorch.
         self.library = StepLibrary(make_step, self._keys, lambda key: key.size, eager.bind)
-        self._parts = PlanParts(self.sizes, ragged=self.functions.ragged)
+        self.mixed = functions.ragged and config.mixed_rows > 0
+        """Whether one forward pass computes the decoding rows and the chunks of a step, unless the
+        rows verify drafts."""
+        self._parts = PlanParts(self.sizes, ragged=functions.ragged, mixed=self.mixed)
         self._launched: tuple[LaunchedStep, RankPlan] | None = None
         """A launch that is unfinished."""
         self._sent: RankPlan | None = None
@@ -522,7 +532,9 @@ class Runner:
                     self.state.sampling.store_row(joined[0], parameters)
         parts, writer = work.parts, self._writer
         if work.table_updates or work.chunks or work.rows != writer.decode_rows:
-            writer.write(work.rows, work.table_updates, work.chunks, parts[-1].key.size)
+            mixed = bool(work.rows and work.chunks) and len(parts) == 1
+            size = parts[-1].key.size
+            writer.write(work.rows, work.table_updates, work.chunks, size, mixed=mixed)
         if work.decode_counts or work.draft_stops:
             writer.write_drafts(work.decode_counts, work.drafts, work.draft_stops)
         runs: list[tuple[StepKey, PlannedPart]] = []
@@ -575,7 +587,7 @@ class Runner:
             if key.phase == "sample":
                 span: AbstractContextManager[None] = nullcontext()
             else:
-                rows, blocks = len(requests) if phase == "decode" else 0, work.blocks_in_use
+                rows, blocks = len(work.rows) if part is work.parts[0] else 0, work.blocks_in_use
                 span = ranges.step_span(
                     *(part.name, number, rows, key.size, tokens, blocks, part.room - tokens)
                 )
@@ -589,7 +601,8 @@ class Runner:
                     if outputs is not None:  # before another launch can overwrite it
                         output = outputs.copy_async(number, phase, output)
                     if phase == "prefill":
-                        step.scores = self.scorer.launch(work.chunks)
+                        first = len(requests) - len(work.chunks)
+                        step.scores = self.scorer.launch(work.chunks, first)
                         if step.scores is not None and outputs is not None:
                             step.scores = outputs.copy_async(number, "scores", step.scores)
                     step.parts.append((requests, output))

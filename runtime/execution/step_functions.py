@@ -9,6 +9,7 @@ tokens back.
              -> accept the drafts that were sampled too -> token, position + 1 + accepted
              -> with a drafter: new drafts
     prefill  chunk -> slot -> forward -> sample at the last token of each chunk -> token, position
+    mixed    on a CPU: a prefill step that has the newest token of each decoding row as a chunk
 
 A verify step samples after the newest token of each row, and after each of its drafts. A draft is
 accepted if all drafts before it are, and if it is the token that is sampled in its place. So the
@@ -322,37 +323,31 @@ class DraftStep:
         key: StepKey,
         sampled_P: torch.Tensor,
         forward: Forward,
-        *,
-        ragged: bool,
     ) -> Drafts | None:
         """Let the drafter follow the chunks of a prefill step, which has sampled these tokens.
 
-        With `key.drafts`, return drafts of the rows that sample; other rows have 0.
-        Where steps are `ragged`, there are none of padding.
+        `inputs` are of the step alone. With `key.drafts`, return drafts of the rows that sample;
+        other rows have 0.
         """
         assert forward.slots is not None
         with operation("draft"):
-            size, samples_P = key.size, inputs.sample_rows != self._state.null_row
+            rows_P = inputs.sample_rows
             last_P = (inputs.query_start_loc[1:] - 1).clamp(min=0)
             # The next token of rows that sample is 0 so far.
-            new_P = torch.where(samples_P, sampled_P.clamp(min=0), 0)
-            next_ids_T = inputs.next_ids[:size].index_add(0, last_P, new_P)
+            new_P = torch.where(rows_P != self._state.null_row, sampled_P.clamp(min=0), 0)
+            next_ids_T = inputs.next_ids.index_add(0, last_P, new_P)
             batch = batch_of_slots(
-                *(self._state, self._block_size, inputs.positions[:size], forward.slots),
-                *(inputs.token_rows[:size], inputs.prefill_rows, key.read_blocks),
+                *(self._state, self._block_size, inputs.positions, forward.slots),
+                *(inputs.token_rows, inputs.prefill_rows, key.read_blocks),
                 query_start_loc=inputs.query_start_loc,
             )
-            token_ids_T, features_TF = inputs.token_ids[:size], forward.features
-            tokens = FollowedTokens(token_ids_T, next_ids_T, features_TF, batch, of_prompts=True)
+            ids = inputs.token_ids, next_ids_T
+            tokens = FollowedTokens(*ids, forward.features, batch, of_prompts=True)
             if not key.drafts:
                 self._drafter.follow(tokens, self._arena)
                 return None
-        count = len(inputs.prefill_rows)
-        if ragged:
-            count = int((inputs.prefill_rows != self._state.null_row).sum())
-        first_P = inputs.query_start_loc[:count].clamp(max=key.size - 1)
-        rows_P = inputs.sample_rows[:count]
-        drafts = self.propose(key, tokens, rows_P, first_P, inputs.draft_stops[:count])
+        first_P = inputs.query_start_loc[:-1].clamp(max=len(next_ids_T) - 1)
+        drafts = self.propose(key, tokens, rows_P, first_P, inputs.draft_stops)
         # The null row's drafts depend on which of its tokens was written last.
         unused_P1 = (rows_P == self._state.null_row)[:, None]
         return Drafts(drafts.token_ids.masked_fill(unused_P1, 0), drafts.probabilities)
@@ -391,8 +386,8 @@ _NO_TOKEN = -2
 class StepFunctions:
     """The steps of one model over one arena and one set of buffers.
 
-    Each step reads its inputs, runs the model, samples, and advances its rows. `ragged` decode and
-    verify steps do so on the C++ operators of a CPU without padding between rows.
+    Each step reads its inputs, runs the model, samples, and advances its rows. On the C++ operators
+    of a CPU, steps are `ragged`, and a prefill step may have decoding rows: chunks of one token.
     """
 
     def __init__(
@@ -425,8 +420,8 @@ class StepFunctions:
         self.drafts = drafts
         self.hidden = hidden
         self.ragged = model.stack is not None and model.kernels.sampler == "cpu"
-        """Whether decode and verify steps have no padding between rows: on the C++ operators, whose
-        sizes are not captured."""
+        """Whether verify steps have no padding between rows, and prefill steps none at all: on the
+        C++ operators, whose sizes are not captured."""
         self._drafting = drafting
         self._aux_layers = () if drafting is None else drafting.aux_layers
         self._masks_thread = masks_thread
@@ -488,14 +483,15 @@ class StepFunctions:
 
     def _prefill(self, key: StepKey) -> StepOutput:
         """Run a prefill step, up to the logits if it is cut."""
-        inputs, size, drafting = self.inputs, key.size, self._drafting
+        inputs, drafting = self._chunks(key), self._drafting
         if key.masked and self._masks_thread is not None:
             self._masks_thread.start()
         embeds: tuple[torch.Tensor, ...] = ()
         if self.embeds is not None:
+            size = len(inputs.token_ids)
             embeds = self.embeds.embeds[:size], self.embeds.mask[:size]
         forward: Forward = self._compiled.get("prefill", self._forward_chunks)(
-            *(inputs.token_ids[:size], inputs.positions[:size], inputs.token_rows[:size]),
+            *(inputs.token_ids, inputs.positions, inputs.token_rows),
             *(inputs.prefill_rows, inputs.query_start_loc, inputs.sample_rows),
             *(key.read_blocks, self._always_greedy or not (key.full_sampler or key.masked)),
             *embeds,
@@ -504,15 +500,36 @@ class StepFunctions:
             if drafting is not None:
                 # The drafter takes the most probable token for the one that the grammar will allow.
                 likely_P = self._greedy_tokens(*forward[:3], False, self.model.vocabulary)
-                drafting.after_prefill(inputs, key, likely_P, forward, ragged=self.ragged)
+                drafting.after_prefill(inputs, key, likely_P, forward)
             return self._stored(forward)
         if key.masked and self._masks_thread is not None:
             self._masks_thread.wait()
         output = self._sampled(key, forward, None, forward.rows)
         if drafting is None:
             return _packed(output)
-        drafts = drafting.after_prefill(inputs, key, output.tokens, forward, ragged=self.ragged)
+        drafts = drafting.after_prefill(inputs, key, output.tokens, forward)
         return _packed(dataclasses.replace(output, drafts=drafts))
+
+    def _chunks(self, key: StepKey) -> StepInputs[torch.Tensor]:
+        """Return the inputs of a prefill step, cut to its bucket, or to its tokens if `ragged`.
+
+        Without any chunk, as in measurements, all tokens of the bucket are padding.
+        """
+        inputs, size, rows = self.inputs, key.size, len(self.inputs.prefill_rows)
+        if self.ragged:
+            rows = int((inputs.prefill_rows != self.state.null_row).sum()) or 1
+            size = int(inputs.query_start_loc[rows]) or size
+        return dataclasses.replace(
+            inputs,
+            token_ids=inputs.token_ids[:size],
+            positions=inputs.positions[:size],
+            token_rows=inputs.token_rows[:size],
+            next_ids=inputs.next_ids[:size],
+            prefill_rows=inputs.prefill_rows[:rows],
+            sample_rows=inputs.sample_rows[:rows],
+            query_start_loc=inputs.query_start_loc[: rows + 1],
+            draft_stops=inputs.draft_stops[:rows],
+        )
 
     def _decode(self, key: StepKey) -> StepOutput:
         """Run a decode or verify step, up to the logits if it is cut, or a `sample` step."""

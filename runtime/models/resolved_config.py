@@ -78,6 +78,27 @@ class ResolvedConfig:
         return min(MAX_PREFILL_ROWS, self.user.max_num_seqs)
 
     @property
+    def mixed_rows(self) -> int:
+        """Maximum decoding rows that one forward pass computes together with prompt chunks.
+
+        0 where these are two launches: on CUDA, without native layers, and with a drafter.
+        """
+        native = self.kernels == "native" and self.native_obstacle is None
+        if self.is_async_device or not native or self.proposed_drafts:
+            return 0
+        return self.user.max_num_seqs - 1
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Maximum tokens of a prefill step, with the decoding rows that it may have."""
+        return self.prefill_chunk + self.mixed_rows
+
+    @property
+    def prefill_rows(self) -> int:
+        """Maximum rows of a prefill step. Each row that decodes is not one with a chunk."""
+        return max(self.max_prefill_rows, self.mixed_rows + 1)
+
+    @property
     def max_blocks_per_row(self) -> int:
         """Blocks of the longest sequence in one layer group: columns of a block table."""
         return -(-self.max_model_len // self.user.block_size)
@@ -91,8 +112,8 @@ class ResolvedConfig:
 
     @property
     def token_buckets(self) -> Buckets:
-        """Numbers of tokens that prefill steps are prepared for; the largest is `prefill_chunk`."""
-        return default_token_buckets(self.prefill_chunk, fine=self.user.max_itl_ms is not None)
+        """Tokens of the prefill steps that are prepared; the largest number is `prefill_tokens`."""
+        return default_token_buckets(self.prefill_tokens, fine=self.user.max_itl_ms is not None)
 
     @property
     def tokens_per_row(self) -> tuple[int, ...]:
@@ -124,7 +145,7 @@ class ResolvedConfig:
         A verify step has no more than a prefill step, which the activations are planned for.
         """
         verified = min(
-            self.user.max_num_seqs * max(self.tokens_per_row, default=1), self.prefill_chunk
+            self.user.max_num_seqs * max(self.tokens_per_row, default=1), self.prefill_tokens
         )
         return max(self.user.max_num_seqs, verified)
 

@@ -2,7 +2,7 @@
 
 A step with decoding rows takes as many prompt tokens as its predicted time allows. If even the
 smallest prefill step does not fit, a chunk of that cost runs anyway: prompts make progress, and the
-inter-token latency exceeds the budget.
+inter-token latency exceeds the budget. If that is so from the start on, a warning says it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class StepBudget:
     """Sizes chunks by `StepTimes`, and counts how long the steps take."""
 
     def __init__(self, max_itl_ms: float, times: StepTimes) -> None:
-        """Start with calibrated times, of prefill too."""
+        """Start with calibrated times, of prefill too. Warns of a budget that is too small."""
         self.max_itl_ms = max_itl_ms
         self.times = times
         self._forced = 0
@@ -31,6 +31,14 @@ class StepBudget:
         self._predicted = 0.0
         self._observed = 0.0
         self._errors = 0.0
+        least_ms = 1e3 * times.least_mixed_seconds
+        if least_ms > max_itl_ms:
+            logger.warning(
+                "max_itl_ms=%g is less than the %.2f ms that the smallest step takes in which %d"
+                " rows decode and a prompt is computed. Such steps run anyway and exceed the budget"
+                " (`stats` counts them): raise it to %.2f, or lower max_num_seqs",
+                *(max_itl_ms, least_ms, times.decode[False].sizes.largest - 1, least_ms),
+            )
 
     def fit(self, plan: StepPlan, request: Request, start: int, count: int) -> int:
         """Return how many of a request's `count` tokens from `start` fit into the plan's budget.
@@ -40,31 +48,20 @@ class StepBudget:
         """
         if not plan.decode:
             return count
-        left = self.max_itl_ms / 1e3 - self.times.decode_seconds(plan.decode)
-
-        def with_chunk(more: int) -> list[RowSpan]:
-            scored = request.unscored(start, start + more)
-            return [*plan.prefill, RowSpan(request, -1, start, more, False, scored)]
+        times, limit = self.times, self.max_itl_ms / 1e3
 
         def seconds(more: int) -> float:
-            return self.times.prefill_seconds(with_chunk(more))
+            scored = request.unscored(start, start + more)
+            chunk = RowSpan(request, -1, start, more, False, scored)
+            return times.predict(StepPlan(decode=plan.decode, prefill=[*plan.prefill, chunk]))
 
-        if seconds(count) <= left:
+        if seconds(count) <= limit:
             return count
-        least = bisect_right(range(1, count), left, key=seconds)  # the most tokens that fit
-        prefill = self.times.of_prefill(with_chunk(count))
-        if plan.prefill or least >= min(count, prefill.sizes.sizes[0]):
-            return least
-        if not self._forced:
-            logger.warning(
-                "max_itl_ms=%g leaves %.2f ms for prefill in a step with decoding rows, less than"
-                " the smallest prefill step takes. Such steps run anyway and exceed the budget;"
-                " raise it to avoid this (logged once; `stats` counts these steps)",
-                self.max_itl_ms,
-                1e3 * max(left, 0.0),
-            )
+        most = bisect_right(range(1, count), limit, key=seconds)
+        if plan.prefill or most >= min(count, times.least_chunk):
+            return most
         self._forced += 1
-        return min(count, prefill.least_lanes)
+        return min(count, times.largest_chunk_at_least_cost(len(plan.decode)))
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
         """Count the time of a step with prefill and decoding rows, before `StepTimes.learn`."""

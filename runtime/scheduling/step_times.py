@@ -4,8 +4,9 @@
     with drafts   (decode[rows' bucket] + slope * attended) * multiple[tokens of the step]
     prefill       prefill[tokens' bucket] + slope * attended + scored prompt tokens
     mixed         the sum of both parts
+    in one pass   prefill[bucket of all tokens] + attention of both
 
-A step is padded to its bucket, so it takes the time of the bucket, plus the attention of its
+A step takes the time of its bucket, to which most are padded, plus the attention of its
 tokens: a slope per attended position, the same for all buckets of a phase. `attended` is the number
 of positions that the tokens of a step attend to, summed over tokens and layers.
 
@@ -20,14 +21,14 @@ from __future__ import annotations
 
 import math
 import time
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
 from ...graphs.buckets import Buckets
 from ..request import Request
-from .plan import RowSpan, StepPlan
+from .plan import StepPlan
 
 GAIN = 0.2
 """Learning rate: share of the error by which the prediction for the same step changes."""
@@ -115,11 +116,9 @@ class PhaseTimes:
         self._bases, self.seconds = list(self._measured), list(self._measured)
         """Predicted seconds of each bucket, without attention, non-decreasing."""
 
-    @property
-    def least_lanes(self) -> int:
-        """The largest bucket that takes no longer than the smallest one, without attention."""
-        times = zip(self.sizes, self.seconds, strict=True)
-        return max(size for size, seconds in times if seconds <= self.seconds[0])
+    def lanes_at_cost_of(self, lanes: int) -> int:
+        """Return the largest bucket that takes no longer than `lanes` do, without attention."""
+        return self.sizes.sizes[bisect_right(self.seconds, self.predict(lanes, 0)) - 1]
 
     def predict(self, lanes: int, attended: float) -> float:
         """Return the predicted seconds for `lanes` tokens or rows; non-decreasing in both."""
@@ -224,6 +223,7 @@ class StepTimes:
         *,
         prefill: tuple[PhaseTimes, PhaseTimes] | None = None,
         drafts: Sequence[Sequence[DraftTimes]] = (),
+        one_pass: bool = False,
         calibration_seconds: float = 0.0,
     ) -> None:
         """Start with measured times.
@@ -233,9 +233,11 @@ class StepTimes:
             reach: context length -> positions that its newest token attends to, summed over layers.
             prefill: None: prefill is not predicted.
             drafts: of each sampler and bucket of `decode`; empty without speculation.
+            one_pass: whether decoding rows and chunks are computed in one forward pass.
             calibration_seconds: how long the measurements took.
         """
         self.decode, self.prefill, self.drafts = decode, prefill, drafts
+        self.one_pass = one_pass
         self.calibration_seconds = calibration_seconds
         self.ignored = 0
         """Invalid times of steps."""
@@ -260,21 +262,33 @@ class StepTimes:
             self._look_at(requests)
         return self.drafts[self._full][bisect_left(self.decode[0].sizes.sizes, len(requests))]
 
-    def prefill_seconds(self, chunks: Sequence[RowSpan]) -> float:
-        """Return the predicted seconds of the prefill part of a step."""
-        scored = sum(len(chunk.scored) for chunk in chunks)
-        tokens, attended = self._computed_by(chunks)
-        return self.of_prefill(chunks).predict(tokens, attended) + scored * self._score_seconds
-
-    def of_prefill(self, chunks: Sequence[RowSpan]) -> PhaseTimes:
-        """Return the times of prefill steps with these chunks."""
-        assert self.prefill is not None, "prefill has not been measured"
-        return self.prefill[any(chunk.request.params.needs_full_sampler for chunk in chunks)]
-
     def predict(self, plan: StepPlan) -> float:
         """Return the predicted seconds of a plan without drafts."""
-        seconds = self.decode_seconds(plan.decode) if plan.decode else 0.0
-        return seconds + (self.prefill_seconds(plan.prefill) if plan.prefill else 0.0)
+        return sum(self._parts(plan))
+
+    def largest_chunk_at_least_cost(self, rows: int) -> int:
+        """Return the most tokens of a chunk that take no longer than the smallest bucket, without
+        attention, in a step with this number of decoding rows."""
+        prefill, rows = self._prefill[False], rows if self.one_pass else 0
+        tokens = min(rows + self.least_chunk, prefill.sizes.largest)
+        return prefill.lanes_at_cost_of(tokens) - rows
+
+    @property
+    def least_chunk(self) -> int:
+        """Tokens of the smallest prefill step."""
+        return self._prefill[False].sizes.sizes[0]
+
+    @property
+    def least_mixed_seconds(self) -> float:
+        """Predicted seconds of the smallest chunk in a step where all other rows decode, without
+        attention; 0.0 if there is only one row."""
+        decode, prefill = self.decode[False], self._prefill[False]
+        rows, tokens = decode.sizes.largest - 1, self.least_chunk
+        if not rows:
+            return 0.0
+        if self.one_pass:
+            return prefill.predict(min(rows + tokens, prefill.sizes.largest), 0)
+        return decode.predict(rows, 0) + prefill.predict(tokens, 0)
 
     def learn(self, plan: StepPlan, seconds: float) -> float:
         """Correct the predictions by the time of a step. Invalid times are ignored and counted.
@@ -284,8 +298,8 @@ class StepTimes:
         time is invalid.
 
         A mixed step corrects the prefill part, because decode-only steps determine the decode part.
-        After many mixed steps without a decode-only step, both parts share the error. Steps with
-        drafts correct what these take longer; with prefill too, nothing.
+        After many mixed steps without a decode-only step, both parts share the error, unless they
+        are one pass. Steps with drafts correct what these take longer; with prefill too, nothing.
         """
         if not 0 < seconds < math.inf:
             self.ignored += 1
@@ -305,19 +319,19 @@ class StepTimes:
             return min(seconds / decode, 1 + LARGEST_ERROR)
         if self.prefill is None:
             return 1.0
-        prefill = self.prefill_seconds(plan.prefill)
+        decode, prefill = self._parts(plan)
         error = seconds - decode - prefill
         if plan.scored_tokens:  # its error is attributed to scoring, which nothing calibrates
             error = SCORE_RATE * error / plan.scored_tokens
             self._score_seconds = max(0.0, self._score_seconds + error)
             return 1.0
-        if plan.decode:
+        if plan.decode and not self.one_pass:
             self._mixed += 1
             if self._mixed > SHARE_AFTER:
                 part = error * decode / (decode + prefill)
                 self.decode[self._full].correct(len(plan.decode), self._attended, part)
                 error -= part
-        self.of_prefill(plan.prefill).correct(*self._computed_by(plan.prefill), error)
+        self._times_of_chunks(plan).correct(*self._computed_by(plan), error)
         return 1.0
 
     def seconds_with_drafts(self) -> list[dict[str, float]]:
@@ -343,14 +357,38 @@ class StepTimes:
         self._attended = sum(self._reach(request.num_computed + 1) for request in requests)
         self._full = any(request.params.needs_full_sampler for request in requests)
 
-    def _computed_by(self, chunks: Sequence[RowSpan]) -> tuple[int, int]:
-        """Return the tokens of chunks, and the positions that they attend to.
+    @property
+    def _prefill(self) -> tuple[PhaseTimes, PhaseTimes]:
+        assert self.prefill is not None, "prefill has not been measured"
+        return self.prefill
+
+    def _parts(self, plan: StepPlan) -> tuple[float, float]:
+        """Return the predicted seconds of the decoding rows and of the chunks of a plan.
+
+        In one pass, only the attention of the rows counts as theirs, and they are tokens of the
+        chunks otherwise. 0.0 for chunks if prefill has not been measured.
+        """
+        rows = self.decode_seconds(plan.decode) if plan.decode else 0.0
+        if not plan.prefill or self.prefill is None:
+            return rows, 0.0
+        if plan.decode and self.one_pass:
+            rows = self.decode[self._full].slope * self._attended
+        chunks = self._times_of_chunks(plan).predict(*self._computed_by(plan))
+        return rows, chunks + plan.scored_tokens * self._score_seconds
+
+    def _times_of_chunks(self, plan: StepPlan) -> PhaseTimes:
+        full = any(chunk.request.params.needs_full_sampler for chunk in plan.prefill)
+        return self._prefill[full or bool(plan.decode and self.one_pass and self._full)]
+
+    def _computed_by(self, plan: StepPlan) -> tuple[int, int]:
+        """Return the tokens that one pass computes with the chunks of a plan, and the positions
+        that prompt tokens attend to.
 
         The middle token of a chunk stands for all of them.
         """
-        middle = ((c.count, c.start + (c.count + 1) // 2) for c in chunks)
+        middle = ((c.count, c.start + (c.count + 1) // 2) for c in plan.prefill)
         attended = sum(count * self._reach(context) for count, context in middle)
-        return sum(chunk.count for chunk in chunks), attended
+        return plan.prefill_tokens + (len(plan.decode) if self.one_pass else 0), attended
 
 
 # Measurements before the first request.
@@ -381,6 +419,7 @@ def calibrate(
     verifying: Callable[[int], Sequence[int]] | None = None,
     proposing: Callable[[int], int] = lambda rows: 0,
     padded: bool = True,
+    one_pass: bool = False,
 ) -> StepTimes:
     """Return the times of prepared steps, measured on padding.
 
@@ -401,6 +440,7 @@ def calibrate(
         verifying: number of rows -> tokens per row of verify steps; None: without speculation.
         proposing: number of rows -> drafts that steps with drafts propose.
         padded: see `DraftTimes`.
+        one_pass: see `StepTimes`.
     """
     phases: dict[Phase, Buckets] = {"decode": rows}
     if tokens is not None:
@@ -469,5 +509,6 @@ def calibrate(
         reach,
         prefill=None if tokens is None else times_of("prefill", GAIN_EARLY),
         drafts=drafts if drafted else (),
+        one_pass=one_pass,
         calibration_seconds=calibration_seconds,
     )

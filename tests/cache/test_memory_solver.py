@@ -40,6 +40,7 @@ def footprints(draw: st.DrawFn) -> ModelFootprint:
         max_num_seqs=draw(st.integers(1, 512)),
         max_model_len=draw(st.integers(1, 1 << 18)),
         prefill_chunk=draw(st.integers(1, 1 << 12)),
+        mixed_rows=draw(st.just(0) | st.integers(1, 512)),
         activation_bytes_fixed=draw(sizes(1 << 30)),
         activation_bytes_per_token=draw(sizes(1 << 20)),
         read_bytes_per_position=draw(st.just(0) | sizes(1 << 12)),
@@ -63,9 +64,10 @@ def written_out(f: ModelFootprint, blocks: int, tokens: int) -> int:
         key=lambda n: sum(most(n, f.block_size, f.prefill_chunk) for most in held),
     )
     chunk = min(tokens, f.prefill_chunk)
+    step = chunk + f.mixed_rows
     row_blocks = max(1, math.ceil(longest / f.block_size))
     positions = row_blocks * f.block_size
-    of_prefill = chunk * f.activation_bytes_per_token + positions * f.read_bytes_per_position
+    of_prefill = step * f.activation_bytes_per_token + positions * f.read_bytes_per_position
     of_decode = f.max_num_seqs * f.activation_bytes_per_token
     of_decode += f.max_num_seqs * positions * f.read_bytes_per_position
     buffers, mirrors = f.buffer_bytes(chunk, row_blocks)
@@ -78,7 +80,7 @@ def written_out(f: ModelFootprint, blocks: int, tokens: int) -> int:
         + max(of_prefill, of_decode)
         + f.logits_bytes_fixed
         + f.logits_bytes_per_row * f.max_num_seqs
-        + f.mask_bytes_per_token_position * max(chunk, f.max_num_seqs) * positions
+        + f.mask_bytes_per_token_position * max(step, f.max_num_seqs) * positions
         + f.graph_bytes
         + f.reserve_bytes
         + (on_host if f.host_shared else 0)

@@ -183,9 +183,7 @@ class FollowedPrefill:
 
     tokens = torch.empty(0)
 
-    def after_prefill(
-        self, inputs: object, key: StepKey, tokens: torch.Tensor, *_: object, ragged: bool
-    ) -> None:
+    def after_prefill(self, inputs: object, key: StepKey, tokens: torch.Tensor, *_: object) -> None:
         self.tokens = tokens
 
 

@@ -145,8 +145,8 @@ def test_static_buffers_to_the_byte(
         StepInputs[torch.Tensor],
         StepInputs.layout(
             max_num_seqs=rows,
-            prefill_tokens=fitted.prefill_chunk,
-            prefill_rows=config.max_prefill_rows,
+            prefill_tokens=fitted.prefill_tokens,
+            prefill_rows=config.prefill_rows,
             table_updates=most_table_updates(fitted, len(groups)),
         ),
         CPU,

@@ -429,6 +429,7 @@ def make_fake_graphs(monkeypatch: pytest.MonkeyPatch) -> FakeGraphs:
     monkeypatch.setattr(runner, "CudaGraphCapturer", lambda device: FakeCapturer(graphs, device))
     queued(DeviceRows, "update_tables")
     queued(DeviceRows, "take_row")
+    queued(DeviceRows, "copy_newest")
     queued(DrafterCache, "clear")
     queued(SamplingState, "store_row")
     queued(Arena, "copy_blocks")

@@ -20,10 +20,15 @@ SMALLEST = 4
 
 
 def times_of(
-    *, base: float = 1e-3, token: float = 1e-4, position: float = 1e-6, largest: int = 32
+    *,
+    base: float = 1e-3,
+    token: float = 1e-4,
+    position: float = 1e-6,
+    largest: int = 32,
+    one_pass: bool = False,
 ) -> StepTimes:
     """A decode step takes `base` seconds, each prompt token `token` and each position more."""
-    tokens = Buckets([SMALLEST, *range(8, largest, 4), largest])
+    tokens = Buckets([SMALLEST, *range(8, largest, 4), largest, largest + 8 * one_pass])
     rows = Buckets([1, 4, 8])
 
     def decode() -> PhaseTimes:
@@ -32,7 +37,8 @@ def times_of(
     def prefill() -> PhaseTimes:
         return PhaseTimes(tokens, [token * size for size in tokens], position, 10)
 
-    return StepTimes((decode(), decode()), lambda context: context, prefill=(prefill(), prefill()))
+    pairs = (decode(), decode()), (prefill(), prefill())
+    return StepTimes(pairs[0], lambda context: context, prefill=pairs[1], one_pass=one_pass)
 
 
 def budget_of(max_itl_ms: float, **times: float) -> StepBudget:
@@ -70,9 +76,16 @@ def with_chunk(plan: StepPlan, request: Request, start: int, count: int) -> Step
     return replace(plan, prefill=[*plan.prefill, RowSpan(request, 5, start, count, False)])
 
 
-@given(st.floats(0.1, 20), st.integers(1, 8), st.integers(0, 300), st.integers(0, 400), st.data())
-def test_a_chunk_is_the_largest_that_fits(max_itl_ms, rows, context, start, data) -> None:
-    budget = budget_of(max_itl_ms)
+@given(
+    st.floats(0.1, 20),
+    st.integers(1, 8),
+    st.integers(0, 300),
+    st.integers(0, 400),
+    st.booleans(),
+    st.data(),
+)
+def test_a_chunk_is_the_largest_that_fits(max_itl_ms, rows, context, start, one_pass, data) -> None:
+    budget = budget_of(max_itl_ms, one_pass=one_pass)
     plan = decoding(rows, context)
     room = 32
     for _ in range(data.draw(st.integers(1, 3))):
@@ -145,6 +158,32 @@ def test_where_no_step_only_decodes_each_part_learns_its_share() -> None:
     assert budget.times.predict(decoding()) == decode
 
 
+def test_one_pass_takes_the_time_of_all_its_tokens() -> None:
+    """Of decoding rows it adds only their attention, because it reads the weights anyway."""
+    budget = budget_of(5.0, one_pass=True, position=0.0)
+    assert budget.times.predict(decoding()) == 1e-3
+    assert budget.times.predict(mixed(16)) == pytest.approx(20e-4)
+    learn(budget, 4e-3, mixed(16), times=100)
+    assert budget.times.predict(mixed(16)) == pytest.approx(4e-3, rel=0.01)
+    assert budget.times.predict(decoding()) == 1e-3
+    assert chunk_of(budget) < 32
+
+
+@pytest.mark.parametrize(("one_pass", "least_ms"), [(False, 1.4), (True, 1.2)])
+def test_budget_below_the_smallest_mixed_step_warns_at_start(
+    caplog: pytest.LogCaptureFixture, one_pass: bool, least_ms: float
+) -> None:
+    """7 rows decode, and the chunk has 4 tokens."""
+    budget_of(least_ms + 0.01, one_pass=one_pass)
+    assert not caplog.records
+    budget = budget_of(least_ms - 0.01, one_pass=one_pass)
+    assert [f"{least_ms:.2f}" in record.getMessage() for record in caplog.records] == [True]
+    for _ in range(2):
+        assert budget.fit(decoding(7), request_of(), 0, 32) > 0
+    assert budget.stats()["forced"] == 2
+    assert len(caplog.records) == 1
+
+
 @settings(deadline=None, max_examples=60)
 @given(
     st.lists(st.tuples(st.integers(1, 30), st.integers(1, 8)), min_size=1, max_size=12),
@@ -154,12 +193,13 @@ def test_where_no_step_only_decodes_each_part_learns_its_share() -> None:
     st.sampled_from([(None,), (None, 6)]),
     st.sampled_from([30, 100]),
     st.sampled_from([None, 0, 5]),
+    st.booleans(),
     st.randoms(use_true_random=False),
 )
 def test_everybody_is_served_and_decoding_never_waits(
-    requests, max_itl_ms, in_flight, prefix, windows, usable_blocks, snapshots, rng
+    requests, max_itl_ms, in_flight, prefix, windows, usable_blocks, snapshots, one_pass, rng
 ) -> None:
-    budget = budget_of(max_itl_ms)
+    budget = budget_of(max_itl_ms, one_pass=one_pass)
     fit = budget.fit
 
     def watched(plan: StepPlan, request: Request, start: int, count: int) -> int:
