@@ -383,6 +383,22 @@ _NO_TOKEN = -2
 """Differs from every token, and from `NON_FINITE`."""
 
 
+_PARALLEL_ELEMENTS = 32_768
+"""torch copies this many elements or more with several threads on a CPU."""
+
+
+def _copy_rows(from_TD: torch.Tensor, to: torch.Tensor, *, one_thread: bool) -> None:
+    """Copy rows to the first rows of `to`.
+
+    With `one_thread`, in parts small enough for one: torch's threads spin for milliseconds after a
+    parallel operation, on the cores of the C++ operators.
+    """
+    rows = max(1, (_PARALLEL_ELEMENTS - 1) // to.shape[1]) if one_thread else len(to)
+    parts_of_to = to[: from_TD.shape[0]].split(rows)
+    for part_TD, part_of_to in zip(from_TD.split(rows), parts_of_to, strict=True):
+        part_of_to.copy_(part_TD)
+
+
 class StepFunctions:
     """The steps of one model over one arena and one set of buffers.
 
@@ -723,7 +739,7 @@ class StepFunctions:
         hidden_TD, features_TF = self._hidden(x_TD, batch, True)
         with operation("last_tokens"):
             if self.hidden is not None:
-                self.hidden[: hidden_TD.shape[0]].copy_(hidden_TD)
+                _copy_rows(hidden_TD, self.hidden, one_thread=self.ragged)
             # Rows of padding have no tokens; clamp their index, which can be -1.
             last_R = (query_start_loc[1:] - 1).clamp(min=0)
             if state.stored is not None:
