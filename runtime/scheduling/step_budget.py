@@ -34,9 +34,9 @@ class StepBudget:
         least_ms = 1e3 * times.least_mixed_seconds
         if least_ms > max_itl_ms:
             logger.warning(
-                "max_itl_ms=%g is less than the %.2f ms that the smallest step takes in which %d"
-                " rows decode and a prompt is computed. Such steps run anyway and exceed the budget"
-                " (`stats` counts them): raise it to %.2f, or lower max_num_seqs",
+                "max_itl_ms=%g is less than the %.2f ms of the smallest step with %d decoding rows"
+                " and a prompt. Such steps run anyway and exceed the budget (`stats` counts them):"
+                " raise max_itl_ms to %.2f, or lower max_num_seqs",
                 *(max_itl_ms, least_ms, times.decode[False].sizes.largest - 1, least_ms),
             )
 
