@@ -67,10 +67,7 @@ PLAIN_RANGES: Final = frozenset(_STYLES) - STEP_RANGES
 
 
 class StepNumbers(NamedTuple):
-    """The payload of `replay`, `verify` and `prefill`.
-
-    A launch runs (tokens + padding) / bucket decode steps.
-    """
+    """The payload of `replay`, `verify` and `prefill`."""
 
     step: int
     rows: int
@@ -81,7 +78,7 @@ class StepNumbers(NamedTuple):
     """Computed tokens without padding."""
     blocks_in_use: int
     padding: int
-    """Padding tokens that fill the bucket."""
+    """Tokens of padding, which are computed too. Not all launches fill their bucket."""
 
 
 Payload = int | StepNumbers

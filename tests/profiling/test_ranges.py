@@ -172,6 +172,8 @@ def test_launches_of_an_engine_carry_the_numbers_of_their_step(open_engine: Open
     for prompt in ([1, 2, 3], [4] * 20, [5, 6]):
         engine.add_request(prompt, greedy())
     with ranges.listening(heard):
+        engine.step()
+        engine.add_request([7] * 10, greedy(), "late")
         run(engine)
     assert set(heard.names("push")) == {
         "step", "plan", "launch", "prepare", "copy", "replay", "prefill", "commit",
@@ -184,17 +186,19 @@ def test_launches_of_an_engine_carry_the_numbers_of_their_step(open_engine: Open
         [payload for name, payload in launches if name == wanted]
         for wanted in (ranges.REPLAY, ranges.PREFILL)
     )
-    assert len(replays) == sum(record.rows > 0 for record in records.values())
+    assert len(replays) == sum(not record.prefill_tokens for record in records.values())
     assert len(prefills) == sum(record.prefill_tokens > 0 for record in records.values())
     for shown in replays:
         record = records[shown.step]
         assert (shown.rows, shown.bucket) == (record.rows, record.bucket)
         assert shown.tokens == record.rows
         assert (shown.tokens + shown.padding) == shown.bucket
+    assert [shown.rows for shown in prefills] == [0, 3]
     for shown in prefills:
-        assert shown.rows == 0
-        assert shown.tokens == records[shown.step].prefill_tokens
-        assert shown.tokens + shown.padding == shown.bucket
+        record = records[shown.step]
+        assert (shown.rows, shown.bucket) == (record.rows, record.bucket)
+        assert shown.tokens == record.rows + record.prefill_tokens <= shown.bucket
+        assert shown.padding == 0
     for shown in (*replays, *prefills):
         assert shown.blocks_in_use == records[shown.step].blocks_in_use > 0
     assert any(shown.padding for shown in replays)
