@@ -3,7 +3,8 @@
 // `attention_math.h` has them.
 //
 // A sum goes over 32 numbers at a time, whatever part of them a row sees: the weights of other
-// positions are 0, which changes no sum as long as values are finite.
+// positions are 0. As long as values are finite, this changes no sum but the sign of a zero that was
+// a number below 2**-126.
 #pragma once
 
 #include <algorithm>
@@ -93,6 +94,10 @@ bool pack_values(const ChunkRows<Codec>& rows, Span span, Span used, int64_t dim
 template <class Tiles, class Codec>
 void tile_values(const TileChunk<Codec>& chunk, Span any, Span read, TileState& state) {
   const ChunkRows<Codec>& rows = chunk.rows;
+  const bool same = Codec::kScaled ||  // values of all rows, finite or not
+                    std::all_of(rows.seen, rows.seen + chunk.queries, [&](const Span& seen) {
+                      return seen.begin == read.begin && seen.end == read.end;
+                    });
   const Span span = {any.begin / kBlock * kBlock, (any.end + kBlock - 1) / kBlock * kBlock};
   Tiles tiles(state);
   for (int64_t dim = 0; dim < rows.value_dim; dim += kBlock) {
@@ -102,7 +107,7 @@ void tile_values(const TileChunk<Codec>& chunk, Span any, Span read, TileState& 
                                  rows.acc + row * rows.acc_stride + dim,
                                  rows.acc_stride * sizeof(float), false);
     };
-    if (pack_values(rows, span, read, dim, chunk.packed) || Codec::kScaled) {
+    if (pack_values(rows, span, read, dim, chunk.packed) || same) {
       multiply(0, chunk.queries);
       continue;
     }
@@ -122,6 +127,7 @@ void tile_weigh(const TileChunk<Codec>& chunk, Span read, TileState& state) {
     const Span seen = chunk.seen(row);
     if (!seen.empty()) any = {std::min(any.begin, seen.begin), std::max(any.end, seen.end)};
   }
+  if (any.empty()) return;
   for (int64_t row = 0; row < chunk.queries; ++row) {
     const Span seen = chunk.seen(row);
     float* scores = chunk.scores(row);

@@ -116,11 +116,12 @@ class Worker {
   }
 
   void load_queries(const Tile& tile) {
+    const bool tiles = as_tiles();
     visit_queries(tile, [&](int64_t query, int64_t token, int64_t head) {
       const T* q = args_.q + token * args_.q_strides[0] + head * args_.q_strides[1];
       for (int64_t i = 0; i < groups_; ++i) {
         const auto words = words_of<Plain<T>>(q, i * kGroupElements, step_.head_dim);
-        if (as_tiles()) store(q_ + (query * groups_ + i) * 16, words);
+        if (tiles) store(q_ + (query * groups_ + i) * 16, words);
         else pack_query(words, q_ + (query * groups_ + i) * 64);
       }
     });
@@ -178,11 +179,12 @@ class Worker {
 
   // Whether products are matrix tiles.
   bool as_tiles() const {
-    return Codec::kPerWord == 2 && (tile_use_ == TileUse::kProcessor || tile_use_ == TileUse::kEmulated);
+    return Codec::kPerWord == 2 &&
+           (tile_use_ == TileUse::kProcessor || tile_use_ == TileUse::kEmulated);
   }
 
-  // A chunk as matrix tiles.
-  void attend_tiles(const ChunkRows<Codec>& rows, int64_t queries, Span read) {
+  // A chunk as matrix tiles. Apart from the code for vectors, which it must not change.
+  __attribute__((noinline)) void attend_tiles(const ChunkRows<Codec>& rows, int64_t queries, Span read) {
     if constexpr (Codec::kPerWord == 2) {
       const TileChunk<Codec> chunk{rows, queries, groups_ * 16, packed_keys_};
       with_tiles(tile_use_, [&]<class Tiles>(std::type_identity<Tiles>) {

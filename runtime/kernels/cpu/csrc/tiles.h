@@ -228,11 +228,13 @@ void tile_product(Tiles& tiles, const void* x, int64_t x_stride, int64_t rows, c
                   int64_t words, const char* prefetch, void* sums, int64_t sums_stride,
                   bool more) {
   constexpr int64_t kHalf = kTileSize * 4;
+  const int64_t parts = (rows + 2 * kTileSize - 1) / (2 * kTileSize);
+  const int64_t part = (rows + parts - 1) / parts;  // few sizes: each takes a configuration
   for (int64_t begin = 0, end; begin < words; begin = end, more = true) {
     const int64_t depth = std::min(words - begin, kTileSize);
     end = words - (words - begin) % depth;
-    for (int64_t row = 0; row < rows; row += 2 * kTileSize) {
-      const int64_t count = std::min(rows - row, 2 * kTileSize);
+    for (int64_t row = 0; row < rows; row += part) {
+      const int64_t count = std::min(rows - row, part);
       const bool two = count > kTileSize;
       const char* a = static_cast<const char*>(x) + row * x_stride;
       const auto each = [&](auto visit) {
