@@ -2,6 +2,9 @@
 #   make bench ARGS="--model preset:smollm2-135m --batch-size 1 8"
 #   make test ARGS="-k scheduler"
 #   make test ARGS="-m slow"   (the sweeps that `make test` leaves out)
+# Tests and benchmarks of the C++ kernels for another processor, here one without AVX512:
+#   stepgraph build-kernels --out build/avx2 --march x86-64-v3
+#   STEPGRAPH_KERNEL_DIR=build/avx2 make test ARGS=tests/kernels
 # test-oldest runs the tests in .venv-oldest, on the oldest torch that pyproject.toml allows.
 # house prints the size and the shape of the source tree.
 # golden compares tokens, memory plans and times with those of an earlier commit:

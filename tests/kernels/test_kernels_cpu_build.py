@@ -29,16 +29,20 @@ needs_compiler = pytest.mark.skipif(not kernels.have_compiler(), reason="needs a
 SOURCE = "5" * 64
 CODE = bytes(range(256)) * 64
 EVERYWHERE = "x86-64" if os.uname().machine == "x86_64" else "armv8-a"
+OLDER = [EVERYWHERE, *["x86-64-v2", "x86-64-v3"] * (EVERYWHERE == "x86-64")]
+"""Processors without AVX512, some without AVX2."""
 
 
 @needs_compiler
 @pytest.mark.slow
-def test_code_for_any_cpu_passes_the_same_tests(tmp_path: Path) -> None:
+@pytest.mark.parametrize("march", OLDER)
+def test_code_for_other_cpus_passes_the_same_tests(tmp_path: Path, march: str) -> None:
     """In a process of its own: a library registers its operations for good."""
-    kernels.build_kernels(tmp_path, march=EVERYWHERE)
+    kernels.build_kernels(tmp_path, march=march)
     here, root = Path(__file__).parent, Path(__file__).parents[2]
     subjects = ("codes", "attention", "kv_storage", "stack", "experts")
     files = [str(here / f"test_kernels_{subject}.py") for subject in subjects]
+    files.append(str(here / "test_weight_dtype.py"))
     options = ["-q", "-n", "0", "-p", "no:cacheprovider", "-m", "not slow"]
     result = subprocess.run(
         [sys.executable, "-m", "pytest", *options, *files],

@@ -80,92 +80,80 @@ struct PackedHeader {
 template <int Bits>
 constexpr int64_t kChunkBytes = Bits * kBlock * 2 * kChunkSteps / 8;
 
-// The code of one column and one of the 8 inputs of a chunk.
+// A code of a chunk. `lane`: of 32, which are two inputs of 16 columns.
+template <int Bits>
+STEPGRAPH_INLINE int code_of(const uint8_t* chunk, int step, int half, int lane) {
+  if constexpr (Bits == 8) return chunk[64 * step + lane / 8 * 16 + half * 8 + lane % 8];
+  const auto pair = [&](int at) __attribute__((always_inline)) {
+    uint16_t bytes;
+    std::memcpy(&bytes, chunk + at, sizeof(bytes));
+    return static_cast<int>(bytes);
+  };
+  int code = pair(64 * half + 2 * lane) >> 4 * step & 15;
+  if constexpr (Bits == 5) code |= (chunk[128 + lane] >> (4 * half + step) & 1) << 4;
+  if constexpr (Bits == 6) code |= (pair(128 + 2 * lane) >> (8 * half + 2 * step) & 3) << 4;
+  return code;
+}
+
+// The same of one column and one of the 8 inputs of a chunk.
 template <int Bits>
 STEPGRAPH_INLINE int code_at(const char* chunk, int column, int input) {
-  const auto byte = [&](int at) { return static_cast<int>(static_cast<uint8_t>(chunk[at])); };
-  const int half = column / 16, lane = column % 16 * 2 + input % 2, step = input / 2;
-  if constexpr (Bits == 8) return byte(64 * step + lane / 8 * 16 + half * 8 + lane % 8);
-  int code = byte(64 * half + 2 * lane + step / 2) >> step % 2 * 4 & 15;
-  if constexpr (Bits == 5) code |= (byte(128 + lane) >> (4 * half + step) & 1) << 4;
-  if constexpr (Bits == 6) code |= (byte(128 + 2 * lane + half) >> 2 * step & 3) << 4;
-  return code;
+  return code_of<Bits>(reinterpret_cast<const uint8_t*>(chunk), input / 2, column / 16,
+                       column % 16 * 2 + input % 2);
 }
 
 // Codes become words of two bf16. `expand` gives a step of the chunk that was loaded last, as two
 // vectors of 16 columns.
 //
-// Consecutive integers are computed; other levels are looked up one by one.
+// Consecutive integers are computed; other levels are looked up one by one. Loops over lanes are
+// plain ones, which compilers make vectors of as large as registers are.
 template <int Bits>
 class PortableCodeWords {
  public:
   PortableCodeWords(const PackedPart& part, const uint16_t* levels)
       : levels_(levels),
         computed_(part.integers != 0),
-        flipped_(broadcast(static_cast<uint32_t>(part.flipped))),
-        lowest_(broadcast(static_cast<float>(part.lowest))) {}
+        flipped_(static_cast<int>(part.flipped)),
+        lowest_(static_cast<float>(part.lowest)) {}
 
   // Apart from the multiplications, which need all registers.
-  __attribute__((noinline)) void load(const char* chunk) {
-    U32x16 high = {};
-    if constexpr (Bits == 5) high = pair(chunk + 128);
-    if constexpr (Bits == 6) high = stepgraph::load<U32x16>(chunk + 128);
+  __attribute__((noinline)) void load(const char* p) {
+    const uint8_t* chunk = reinterpret_cast<const uint8_t*>(p);
+    const int flipped = flipped_;
+    const float lowest = lowest_;
     for (int step = 0; step < kChunkSteps; ++step) {
       for (int half = 0; half < 2; ++half) {
-        const U32x16 even = codes(chunk, high, step, half, 0);
-        const U32x16 odd = codes(chunk, high, step, half, 1);
-        if (computed_) {
-          words_[step][half] = bits<U32x16>(level(even)) >> 16 |
-                               (bits<U32x16>(level(odd)) & 0xffff0000u);
+        uint16_t* out = words_[step][half];
+        if (!computed_) {
+          for (int i = 0; i < 32; ++i) out[i] = levels_[code_of<Bits>(chunk, step, half, i)];
           continue;
         }
-        uint32_t words[16];
-        for (int i = 0; i < 16; ++i) words[i] = levels_[even[i]] | levels_[odd[i]] << 16;
-        words_[step][half] = stepgraph::load<U32x16>(words);
+        int codes[32];
+        for (int i = 0; i < 32; i += 8) {
+          for (int j = 0; j < 8; ++j) codes[i + j] = code_of<Bits>(chunk, step, half, i + j);
+        }
+        for (int i = 0; i < 32; ++i) {
+          const float level = static_cast<float>(codes[i] ^ flipped) + lowest;
+          out[i] = bits<uint32_t>(level) >> 16;  // bf16 represents it
+        }
       }
     }
   }
 
   STEPGRAPH_INLINE void expand(int step, U32x16& first, U32x16& second) const {
-    first = words_[step][0];
-    second = words_[step][1];
+    first = stepgraph::load<U32x16>(words_[step][0]);
+    second = stepgraph::load<U32x16>(words_[step][1]);
   }
+
+  // All steps of the chunk, in the layout of a block of bf16.
+  STEPGRAPH_INLINE void store(uint32_t* out) const { std::memcpy(out, words_, sizeof(words_)); }
 
  private:
-  STEPGRAPH_INLINE F32x16 level(U32x16 codes) const {
-    // 2**23 plus the code, since compilers convert such vectors one by one.
-    return bits<F32x16>((codes ^ flipped_) | 0x4b000000u) - 8388608.0f + lowest_;
-  }
-
-  // What `code_at` gives for 16 columns.
-  STEPGRAPH_INLINE static U32x16 codes(const char* chunk, U32x16 high, int step, int half,
-                                       int odd) {
-    if constexpr (Bits == 8) {
-      uint8_t pairs[32];
-      const char* from = chunk + 64 * step + 8 * half;
-      for (int i = 0; i < 4; ++i) std::memcpy(pairs + 8 * i, from + 16 * i, 8);
-      return pair(pairs) >> 8 * odd & 255u;
-    }
-    const U32x16 low = stepgraph::load<U32x16>(chunk + 64 * half) >> (16 * odd + 4 * step) & 15u;
-    if constexpr (Bits == 5) return low | (high >> (8 * odd + 4 * half + step) & 1u) << 4;
-    if constexpr (Bits == 6) return low | (high >> (16 * odd + 8 * half + 2 * step) & 3u) << 4;
-    return low;
-  }
-
-  // Both bytes of 16 columns.
-  STEPGRAPH_INLINE static U32x16 pair(const void* p) {
-    uint16_t pairs[16];
-    uint32_t words[16];
-    std::memcpy(pairs, p, sizeof(pairs));
-    for (int i = 0; i < 16; ++i) words[i] = pairs[i];
-    return stepgraph::load<U32x16>(words);
-  }
-
   const uint16_t* levels_;
-  U32x16 words_[kChunkSteps][2];
+  alignas(64) uint16_t words_[kChunkSteps][2][32];
   bool computed_;
-  U32x16 flipped_;
-  F32x16 lowest_;
+  int flipped_;
+  float lowest_;
 };
 
 #if STEPGRAPH_AVX512_BW

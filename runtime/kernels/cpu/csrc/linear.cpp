@@ -21,6 +21,7 @@ template <class T, int Bits, bool Signed, int M>
 void run_codes(const LinearTile& tile) {
   using Word = typename Element<T>::Word;
   constexpr int kWordsPerStep = 2 / Element<T>::kPerWord;
+  constexpr bool kExpandsFirst = !STEPGRAPH_AVX512;  // few registers are left for codes
   const Word* x = static_cast<const Word*>(tile.x);
   const char *w = tile.w, *ahead = tile.prefetch;
   typename CodeWordsOf<Bits, Signed>::Type words(*tile.part, tile.levels);
@@ -51,12 +52,15 @@ void run_codes(const LinearTile& tile) {
           }
         }
       };
-      const int64_t stop = std::min(step + kStepsPerSum, end);
+      const int64_t first_step = step, stop = std::min(step + kStepsPerSum, end);
+      alignas(64) uint32_t expanded[kExpandsFirst ? kStepsPerSum * kBlock : 1];
       for (; step < stop; step += kChunkSteps, w += kChunkBytes<Bits>) {
         words.load(w);
         const char* until = tile.prefetch + (w - tile.w) + kChunkBytes<Bits>;
         for (; ahead < until; ahead += 64) __builtin_prefetch(ahead, 0, 2);
-        if (step + kChunkSteps <= stop) {
+        if constexpr (kExpandsFirst) {
+          words.store(expanded + (step - first_step) * kBlock);
+        } else if (step + kChunkSteps <= stop) {
 #pragma GCC unroll 4
           for (int i = 0; i < kChunkSteps; ++i) add(i);
         } else {
@@ -64,6 +68,10 @@ void run_codes(const LinearTile& tile) {
         }
       }
       step = stop;
+      if constexpr (kExpandsFirst) {
+        dot_tile<M, 0>(x + first_step * kWordsPerStep, tile.x_stride, expanded, stop - first_step,
+                       nullptr, reinterpret_cast<float*>(sum));
+      }
       const auto finish = [&](auto with_minimum) __attribute__((always_inline)) {
 #pragma GCC unroll 12
         for (int m = 0; m < M; ++m) {
@@ -166,13 +174,8 @@ constexpr TileSet kCodeTileSet =
 template <class T, int M, int Lines>
 void run_tile(const LinearTile& tile) {
   using Word = typename Element<T>::Word;
-  F32x16 acc[M][2];
   dot_tile<M, Lines>(static_cast<const Word*>(tile.x), tile.x_stride,
-                     reinterpret_cast<const Word*>(tile.w), tile.steps, tile.prefetch, acc);
-  for (int m = 0; m < M; ++m) {
-    store(tile.sums + m * kBlock, acc[m][0]);
-    store(tile.sums + m * kBlock + 16, acc[m][1]);
-  }
+                     reinterpret_cast<const Word*>(tile.w), tile.steps, tile.prefetch, tile.sums);
 }
 
 template <class T, size_t... Index>

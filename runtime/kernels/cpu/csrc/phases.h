@@ -56,8 +56,8 @@ class Phases {
   bool over(int64_t phase) const { return reached_.load(std::memory_order_acquire) > phase; }
 
   // Takes part in a phase until all of its units are done. compute(unit, next) computes a unit;
-  // `next` is the one that this thread computes afterwards, or not less than `units`. publish(unit)
-  // writes the result of the unit that this thread computed last.
+  // `next` is the one that this thread computes afterwards, or not less than `units` where none is
+  // known. publish(unit) writes the result of the unit that this thread computed last.
   template <class Compute, class Publish>
   void run(int64_t phase, int64_t units, Compute compute, Publish publish) {
     if (threads_ == 1) {
@@ -84,12 +84,14 @@ class Phases {
       ++own;
     };
     const auto claim = [&] { return counter.claimed.fetch_add(1, std::memory_order_relaxed); };
-    // The next unit is claimed early, so that what it reads can be prefetched.
+    // The next unit is claimed early, so that what it reads can be prefetched; but not the last ones,
+    // of which each thread takes one.
     for (int64_t unit = claim(), next; unit < units; unit = next) {
       __builtin_prefetch(&stamp_of(unit), 1);
-      next = claim();
+      next = unit + threads_ < units ? claim() : units;
       compute(unit, next);
       finish(unit);
+      if (next == units) next = claim();
     }
     if (own > 0) counter.done.fetch_add(own, std::memory_order_acq_rel);
     const auto ended = [&] {

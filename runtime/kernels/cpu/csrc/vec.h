@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
@@ -27,17 +28,23 @@
 #define STEPGRAPH_AVX512_BF16 0
 #endif
 
-// The name of what the vector extension becomes, as `features.py` names instruction sets.
+// What the vector extension becomes, as `features.py` names instruction sets, and the bytes of the
+// largest vector that fits into a register.
 #if STEPGRAPH_AVX512
 #define STEPGRAPH_VECTORS "avx512f"
+#define STEPGRAPH_VECTOR_BYTES 64
 #elif defined(__AVX2__)
 #define STEPGRAPH_VECTORS "avx2"
+#define STEPGRAPH_VECTOR_BYTES 32
 #elif defined(__SSE2__)
 #define STEPGRAPH_VECTORS "sse2"
+#define STEPGRAPH_VECTOR_BYTES 16
 #elif defined(__ARM_NEON)
 #define STEPGRAPH_VECTORS "asimd"
+#define STEPGRAPH_VECTOR_BYTES 16
 #else
 #define STEPGRAPH_VECTORS "portable"
+#define STEPGRAPH_VECTOR_BYTES 16
 #endif
 
 // For helpers of a few instructions. GCC stops inlining when a unit has grown a lot, and a call in
@@ -51,18 +58,20 @@ typedef uint32_t U32x16 __attribute__((vector_size(64)));
 typedef int32_t I32x16 __attribute__((vector_size(64)));
 typedef uint16_t U16x16 __attribute__((vector_size(32)));
 
+// Vectors that fit into a register, of which compilers keep sums there: GCC keeps larger ones in
+// memory from one iteration of a loop to the next, which takes about ten times as long.
+typedef float FloatLanes __attribute__((vector_size(STEPGRAPH_VECTOR_BYTES)));
+typedef uint32_t WordLanes __attribute__((vector_size(STEPGRAPH_VECTOR_BYTES)));
+constexpr int kLanes = STEPGRAPH_VECTOR_BYTES / 4;
+
 // A packed block holds 32 columns; one step of it is 128 bytes: 32 words, one a column. A word is
 // two bf16 of consecutive k, or one float. Rows of x are read in the same words.
 constexpr int kBlock = 32;
 constexpr int kStepBytes = 4 * kBlock;
 
-// Accumulators of one tile: kTileRows x 32 columns, or half the rows by 64 columns. With 32
-// registers of 512 bits that is 24 accumulators; narrower machines spill beyond a few.
-#if STEPGRAPH_AVX512
-constexpr int kTileRows = 12;
-#else
-constexpr int kTileRows = 4;
-#endif
+// Accumulators of one tile: kTileRows by two vectors, or half the rows by four. With 32 registers
+// that is 24 accumulators, with 16 registers 12.
+constexpr int kTileRows = STEPGRAPH_AVX512 ? 12 : 6;
 
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
@@ -114,6 +123,12 @@ inline float lane_max(F32x16 value) {
 
 STEPGRAPH_INLINE F32x16 low_bf16(U32x16 words) { return bits<F32x16>(words << 16); }
 STEPGRAPH_INLINE F32x16 high_bf16(U32x16 words) { return bits<F32x16>(words & 0xffff0000u); }
+#if !STEPGRAPH_AVX512
+STEPGRAPH_INLINE FloatLanes low_bf16(WordLanes words) { return bits<FloatLanes>(words << 16); }
+STEPGRAPH_INLINE FloatLanes high_bf16(WordLanes words) {
+  return bits<FloatLanes>(words & 0xffff0000u);
+}
+#endif
 
 // Round to nearest even, in the upper half of each word. NaN stays NaN; where an instruction rounds,
 // what is too small to be normal becomes 0.
@@ -241,35 +256,66 @@ STEPGRAPH_INLINE F32x16 multiply_add(F32x16 acc, F32x16 w, float x) {
   return multiply_add(acc, w, broadcast(x));
 }
 
+#if !STEPGRAPH_AVX512
+STEPGRAPH_INLINE FloatLanes multiply_add(FloatLanes acc, WordLanes w, uint32_t x) {
+  const WordLanes words = x - WordLanes{};
+  acc += low_bf16(w) * low_bf16(words);
+  return acc + high_bf16(w) * high_bf16(words);
+}
+STEPGRAPH_INLINE FloatLanes multiply_add(FloatLanes acc, FloatLanes w, float x) {
+  return acc + w * (x - FloatLanes{});
+}
+#endif
+
 STEPGRAPH_INLINE U32x16 load_words(const uint32_t* p) { return load<U32x16>(p); }
 STEPGRAPH_INLINE F32x16 load_words(const float* p) { return load<F32x16>(p); }
 
-// acc[m][.] = row m of x times one packed block of 32 columns. Each output is one chain of
-// multiply-adds in the order of k, so its value does not depend on M.
+// sums[m][.] = row m of x times one packed block of 32 columns, as many columns at a time as two
+// vectors have, or four for the few rows of a step that reads weights at the speed of the memory. Each
+// output is one chain of multiply-adds in the order of k, so its value does not depend on M.
 //
-// x_stride in words. Meanwhile memory from `prefetch` on is brought near, Lines cache lines a step.
-template <int M, int Lines, class Word>
-inline void dot_tile(const Word* x, ptrdiff_t x_stride, const Word* w, int64_t steps,
-                     const char* prefetch, F32x16 (&acc)[M][2]) {
-  F32x16 sum[M][2] = {};
-  for (int64_t k = 0; k < steps; ++k) {
-    const auto first = load_words(w + k * kBlock), second = load_words(w + k * kBlock + 16);
+// A step of x is a word, or two floats where one of w is a pair of bf16. x_stride in words. Meanwhile
+// memory from `prefetch` on is brought near, Lines cache lines a step.
+template <int M, int Lines, class X, class W>
+inline void dot_tile(const X* x, ptrdiff_t x_stride, const W* w, int64_t steps,
+                     const char* prefetch, float* sums) {
+  using Words = std::conditional_t<std::is_same_v<W, float>, FloatLanes, WordLanes>;
+  constexpr int kWords = std::is_same_v<X, W> ? 1 : 2;
+  constexpr int kVectors = std::min(kBlock / kLanes, M <= 2 ? 4 : 2);
+  for (int column = 0; column < kBlock; column += kVectors * kLanes) {
+    FloatLanes sum[M][kVectors] = {};
+    for (int64_t k = 0; k < steps; ++k) {
+      Words words[kVectors];
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) {
+        words[v] = load<Words>(w + k * kBlock + column + v * kLanes);
+      }
 #pragma GCC unroll 2
-    for (int line = 0; line < Lines; ++line) {
-      __builtin_prefetch(prefetch + (k * Lines + line) * 64, 0, 2);
+      for (int line = 0; line < Lines && column == 0; ++line) {
+        __builtin_prefetch(prefetch + (k * Lines + line) * 64, 0, 2);
+      }
+#pragma GCC unroll 12
+      for (int m = 0; m < M; ++m) {
+        X word[kWords];
+        std::memcpy(word, x + m * x_stride + k * kWords, sizeof(word));
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; ++v) {
+          if constexpr (kWords == 1) {
+            sum[m][v] = multiply_add(sum[m][v], words[v], word[0]);
+          } else {
+            sum[m][v] = multiply_add(sum[m][v], low_bf16(words[v]), word[0]);
+            sum[m][v] = multiply_add(sum[m][v], high_bf16(words[v]), word[1]);
+          }
+        }
+      }
     }
 #pragma GCC unroll 12
     for (int m = 0; m < M; ++m) {
-      Word word;
-      std::memcpy(&word, x + m * x_stride + k, sizeof(Word));
-      sum[m][0] = multiply_add(sum[m][0], first, word);
-      sum[m][1] = multiply_add(sum[m][1], second, word);
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) {
+        store(sums + m * kBlock + column + v * kLanes, sum[m][v]);
+      }
     }
-  }
-#pragma GCC unroll 12
-  for (int m = 0; m < M; ++m) {
-    acc[m][0] = sum[m][0];
-    acc[m][1] = sum[m][1];
   }
 }
 
