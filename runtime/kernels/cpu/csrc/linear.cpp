@@ -152,7 +152,7 @@ void run_int8_inputs(const LinearTile& tile) {
 
 template <int Bits, size_t... Index>
 constexpr TileSet make_int8_input_tile_set(std::index_sequence<Index...>) {
-  return {{{run_int8_inputs<Bits, Index + 1>...}, {run_int8_inputs<Bits, Index + 1>...}}, 1, 0};
+  return {{{run_int8_inputs<Bits, Index + 1>...}, {run_int8_inputs<Bits, Index + 1>...}}, 1};
 }
 
 template <int Bits>
@@ -163,7 +163,7 @@ constexpr TileSet kInt8InputTileSet =
 template <class T, int Bits, bool Signed, size_t... Index>
 constexpr TileSet make_code_tile_set(std::index_sequence<Index...>) {
   return {{{run_codes<T, Bits, Signed, Index + 1>...}, {run_codes<T, Bits, Signed, Index + 1>...}},
-          1, 0};
+          1};
 }
 
 template <class T, int Bits, bool Signed = false>
@@ -180,12 +180,10 @@ void run_tile(const LinearTile& tile) {
 
 template <class T, size_t... Index>
 constexpr TileSet make_tile_set(std::index_sequence<Index...>) {
-  constexpr int64_t kRowsWithoutPrefetch = 2;  // measured on Zen 5
   return {{{run_tile<T, Index + 1, 0>...},
            {run_tile<T, Index + 1, 1>...},
            {run_tile<T, Index + 1, 2>...}},
-          kStepBytes / 64,
-          kRowsWithoutPrefetch};
+          kStepBytes / 64};
 }
 
 template <class T>

@@ -53,7 +53,6 @@ struct TileSet {
   using Run = void (*)(const LinearTile&);
   Run run[3][kTileRows];
   int64_t step_lines;  // cache lines that a step of a block takes, 2 at most
-  int64_t rows_without_prefetch;  // up to this many, the hardware prefetcher keeps up alone
 };
 
 // A step of codes is a chunk, which may take more cache lines.
@@ -75,8 +74,7 @@ inline void run_tiles(const TileSet& set, const LinearTile& unit) {
     int64_t lines = 0;
     if (unit.prefetch != unit.w) {
       // With more tiles than one, the first ones ask for a line a step each.
-      if (tiles > 1) lines = i < set.step_lines ? 1 : 0;
-      else if (unit.rows > set.rows_without_prefetch) lines = set.step_lines;
+      lines = tiles == 1 ? set.step_lines : i < set.step_lines ? 1 : 0;
     }
     LinearTile own = unit;
     own.x = static_cast<const char*>(unit.x) + from * unit.x_stride * 4;
